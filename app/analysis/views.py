@@ -1,0 +1,369 @@
+"""View models of one run: what every renderer (TUI, Markdown, text, JSON) shows.
+
+`RunReport` encodes directly to the documented JSON; its top-level keys are a fixed interface. Absent figures are
+None, never zero. `Figure.source` is measured, derived, modelled or quoted; `how` says by what, over which sample.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from costlab.probes.records import SCHEMA_VERSION, Environment, FusionStatus
+
+Source = Literal["measured", "derived", "modelled", "quoted"]
+
+
+class View(msgspec.Struct, frozen=True, kw_only=True):
+    """Base of immutable view models."""
+
+
+class Figure(View, frozen=True, kw_only=True):
+    """One number with its unit, origin and sample."""
+
+    value: float | None
+    unit: str
+    source: Source
+    how: str
+    n: int | None = None
+    low: float | None = None  # 95 % interval, or the range named in `how`
+    high: float | None = None
+
+
+class RunInfo(View, frozen=True, kw_only=True):
+    """What was run and how it ended."""
+
+    id: str
+    title: str  # "llama 1b · compiled FSDP2 (block) · 2 x NVIDIA H200 · bf16"
+    status: str
+    created: str
+    duration_s: float | None
+    workload: str
+    size: str
+    ranks: int
+    device: str
+    parallel: str
+    compile: str
+    dtype: str
+    unit: str  # tokens | samples
+    units_per_step: int
+    parameters: int
+    spec: dict[str, Any]
+    failure: str = ""
+    failure_advice: str = ""
+    log_tail: list[str] = []
+    notes: list[str] = []  # what is missing from this run and why
+
+
+class StepsView(View, frozen=True, kw_only=True):
+    """Unprofiled timed steps; a step's time is the slowest rank's."""
+
+    step_ms: Figure  # median
+    p10_ms: float | None = None
+    p90_ms: float | None = None
+    throughput: Figure | None = None  # unit: tokens/s or samples/s, all ranks
+    mfu: Figure | None = None  # fraction of the peak measured in this run
+    series_ms: list[float] = []  # in step order
+    per_rank_ms: list[float] = []  # median by rank
+    host_ms: float | None = None  # median time until the host had enqueued the step
+    profiled_ms: float | None = None  # median of profiled steps, for the profiler's cost
+    loss_first: float | None = None
+    loss_last: float | None = None
+    peak_tflops: Figure | None = None
+    copy_gbps: Figure | None = None
+
+
+class Part(View, frozen=True, kw_only=True):
+    """One part of the step. `name` is one of waterfall.PARTS."""
+
+    name: str
+    ms: float
+    share: float = 0.0
+    note: str = ""  # e.g. "launch 8.9, sync 0.4" or "wait 3.1, transfer 14.5"
+
+
+class WaterfallView(View, frozen=True, kw_only=True):
+    """A step's wall time without remainder: `parts` sum to `step_ms`."""
+
+    step_ms: float
+    parts: list[Part]
+    idle: list[Part] = []  # GPU idle by cause
+    method: str = ""
+    profiled_steps: int = 0
+    rank_spread_ms: float | None = None
+
+
+class LayerRow(View, frozen=True, kw_only=True):
+    """One line of the fusion tree; `path` is the module FQN ("" is the model), depth its level."""
+
+    path: str
+    label: str
+    depth: int
+    layer_class: str
+    status: FusionStatus
+    rate: float | None
+    target: float | None
+    ms: float | None  # measured, per step
+    bytes: int | None  # actual traffic of fusible kernels, per step
+    lost: int | None  # addressable bytes lost, per step
+    structural: int | None
+    main_cause: str
+    saves_ms: float | None  # modelled: lost bytes at measured bandwidth
+    kernels: int = 0
+    alike: int = 1  # how many identical siblings this line stands for
+    has_children: bool = False
+
+
+class ClassRow(View, frozen=True, kw_only=True):
+    """Fusion rate of a layer class."""
+
+    layer_class: str
+    layers: int
+    status: FusionStatus
+    rate: float | None
+    strict_rate: float | None
+    target: float | None
+    ms: float | None
+    bytes: int | None
+    lost: int | None
+    structural: int | None
+    saves_ms: float | None
+
+
+class KernelView(View, frozen=True, kw_only=True):
+    """One kernel of a layer and phase."""
+
+    name: str
+    kind: str
+    category: str
+    layer: str
+    phase: str
+    calls: float
+    ms: float
+    bytes: int | None = None
+    gbps: float | None = None
+    of_copy: float | None = None  # achieved bandwidth / measured copy bandwidth
+    flops: int | None = None
+    status: FusionStatus = "unknown"
+    ops: str = ""
+    source: str = ""
+
+
+class MissView(View, frozen=True, kw_only=True):
+    """A missed fusion."""
+
+    layer: str
+    phase: str
+    cause: str
+    cause_text: str
+    addressable: bool
+    bytes: int
+    saves_ms: float | None
+    reason: str
+    producer: str
+    consumer: str
+    producer_source: str
+    consumer_source: str
+    count: int = 1
+
+
+class FusionView(View, frozen=True, kw_only=True):
+    """Fusion rate of the step, by class and layer, with the reasons."""
+
+    rate: Figure | None
+    strict_rate: float | None
+    target: float | None
+    status: FusionStatus
+    quality: Figure | None  # share of kernel time whose span has an intact parent chain
+    classes: list[ClassRow] = []
+    layers: list[LayerRow] = []
+    misses: list[MissView] = []
+    kernels: list[KernelView] = []
+    note: str = ""
+
+
+class CollectiveView(View, frozen=True, kw_only=True):
+    """All calls of one kind and size in a group, per step."""
+
+    kind: str
+    group: str
+    group_size: int
+    dtype: str
+    calls: float  # per step
+    bytes_in: int  # one call
+    bytes_out: int
+    bytes_step: int  # one rank, per step: the larger of in and out, all calls
+    ms: float  # per step, mean over ranks, wait included
+    transfer_ms: float | None  # minimum over ranks, summed; null with one rank recorded
+    wait_ms: float | None
+    exposed_ms: float
+    algbw_gbps: float | None
+    busbw_gbps: float | None
+    last_rank: int | None = None  # who arrived last most often
+    layer: str = ""
+
+
+class CollectivesView(View, frozen=True, kw_only=True):
+    """Communication of a step; `convention` says how bandwidths are defined."""
+
+    rows: list[CollectiveView] = []
+    bytes_per_step: Figure | None = None
+    expected_bytes: Figure | None = None
+    total_ms: float | None = None
+    exposed_ms: float | None = None
+    transfer_ms: float | None = None
+    wait_ms: float | None = None
+    overlapped: float | None = None
+    straggler: str = ""
+    convention: str = ""
+    note: str = ""
+
+
+class CheckpointLine(View, frozen=True, kw_only=True):
+    """One way of saving or loading, over all ranks (slowest rank)."""
+
+    mode: str
+    op: str
+    ok: bool
+    bytes: int | None  # all ranks
+    blocked_ms: float | None
+    total_ms: float | None
+    stall: Figure | None
+    gbps: float | None
+    identical: bool | None
+    note: str = ""
+
+
+class CheckpointView(View, frozen=True, kw_only=True):
+    """Checkpoint saves and loads, and what a save costs a step at the run's interval."""
+
+    lines: list[CheckpointLine] = []
+    every_steps: int = 0
+    per_step_ms: float | None = None  # stall of the synchronous save over the interval
+    best_mode: str = ""
+    note: str = ""
+
+
+class GraphView(View, frozen=True, kw_only=True):
+    """One compiled graph."""
+
+    compile_id: str
+    name: str
+    ops: int | None
+    seconds: float | None
+
+
+class BreakView(View, frozen=True, kw_only=True):
+    """A graph break or a recompile."""
+
+    reason: str
+    source: str
+    count: int = 1
+    compile_id: str = ""
+
+
+class CacheView(View, frozen=True, kw_only=True):
+    """Cache facts of one rank in one run: three counts, never one ratio."""
+
+    rank: int
+    run: str
+    cache: str
+    hit: int
+    miss: int
+    bypass: int
+
+
+class CompileView(View, frozen=True, kw_only=True):
+    """Compilation of the run."""
+
+    cold_s: Figure | None = None
+    warm_s: Figure | None = None
+    graphs: list[GraphView] = []
+    breaks: list[BreakView] = []
+    recompiles: list[BreakView] = []
+    caches: list[CacheView] = []
+    phases: list[Part] = []  # name, ms
+    peak_host_bytes: Figure | None = None
+    peak_device_bytes: Figure | None = None
+    amortised_ms: float | None = None  # cold compile over the steps of a run
+    note: str = ""
+
+
+class MemoryPhase(View, frozen=True, kw_only=True):
+    """Peak memory of a phase, the largest rank."""
+
+    phase: str
+    allocated_peak: int | None
+    reserved_peak: int | None
+    host_peak: int | None
+
+
+class MemoryView(View, frozen=True, kw_only=True):
+    """Memory by phase; `headroom` is device total less the reserved peak of a step."""
+
+    peak: Figure | None = None
+    headroom: Figure | None = None
+    device_total: int | None = None
+    phases: list[MemoryPhase] = []
+    note: str = ""
+
+
+class EnergyView(View, frozen=True, kw_only=True):
+    """Energy, all devices together."""
+
+    per_step: Figure | None = None
+    average_w: Figure | None = None
+    note: str = ""
+
+
+class CostView(View, frozen=True, kw_only=True):
+    """Money: price per GPU-hour times time. `None` everywhere when the price is unknown or not applicable."""
+
+    price_per_gpu_hour: Figure | None = None
+    currency: str = "USD"
+    price_date: str = ""
+    gpus: int = 0
+    per_step: Figure | None = None
+    per_million: Figure | None = None  # per 1 M tokens or samples
+    per_run: Figure | None = None
+    run_steps: int = 0
+    note: str = ""
+
+
+class Finding(View, frozen=True, kw_only=True):
+    """Something that costs, what it costs, and what to do. Savings are per step."""
+
+    id: str  # stable rule name, e.g. "launch-bound"
+    title: str
+    severity: Literal["high", "medium", "low", "info"]
+    evidence: list[str]
+    action: str
+    saves_ms: float | None = None
+    saves_share: float | None = None  # of the step
+    saves_money: float | None = None  # per 1 M tokens/samples
+    saves_run_money: float | None = None  # over run_steps steps
+    source: Source = "modelled"
+    how: str = ""
+    proves: str = ""  # the option or toggle that would prove it, as a command-line fragment
+    layer: str = ""
+    where: str = ""  # file.py:line
+
+
+class RunReport(View, frozen=True, kw_only=True):
+    """Everything known about a run. The keys are a fixed interface."""
+
+    schema_version: Annotated[int, Meta(description="version of this document's structure")] = SCHEMA_VERSION
+    run: RunInfo
+    environment: Environment
+    steps: StepsView | None
+    waterfall: WaterfallView | None
+    fusion: FusionView | None
+    collectives: CollectivesView | None
+    checkpoint: CheckpointView | None
+    compile: CompileView | None
+    memory: MemoryView | None
+    energy: EnergyView | None
+    cost: CostView | None
+    findings: list[Finding] = []

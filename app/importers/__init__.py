@@ -1,0 +1,1 @@
+"""Files recorded elsewhere, turned into the run format."""

@@ -1,0 +1,1 @@
+"""Renderers of a run report: Markdown, plain text and JSON."""

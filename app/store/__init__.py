@@ -1,0 +1,1 @@
+"""The run directory: list, open, index."""

@@ -1,0 +1,1 @@
+"""The Textual application: screens, panes, widgets and messages."""

@@ -1,0 +1,1 @@
+"""What makes a training step cheaper: fused kernels, collective schedules, checkpoint codecs."""

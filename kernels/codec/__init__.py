@@ -1,0 +1,1 @@
+"""Checkpoint codecs, the mapped checkpoint file and the staging pipeline."""

@@ -1,0 +1,1 @@
+"""All-reduce schedules over torch.distributed and their cost model."""

@@ -1,0 +1,1 @@
+"""What runs beside the training step: launcher and records (torch-free), worker and measurements (torch)."""

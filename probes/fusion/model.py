@@ -1,0 +1,80 @@
+"""The fusion trace of a compiled model as plain values, independent of torch. Bytes are per call of the graph."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True)
+class Lost:
+    """Traffic beyond the ideal, with its cause."""
+
+    layer: str  # FQN relative to the graph's frame root
+    cause: str
+    addressable: bool
+    bytes: int
+    reason: str = ""
+    producer: str = ""  # operator names
+    consumer: str = ""
+    producer_source: str = ""  # file.py:line
+    consumer_source: str = ""
+    producer_kernel: str = ""
+    consumer_kernel: str = ""
+
+
+@dataclass(slots=True)
+class KernelSpan:
+    """One scheduled kernel."""
+
+    name: str  # as the profiler shows it; "" where Inductor gave none
+    kind: str  # pointwise reduction template extern foreach collective wait copy device_copy layout_copy user_triton nop
+    layer: str  # FQN relative to the graph's frame root that owns most of its bytes
+    layers: list[str] = field(default_factory=list)
+    ops: list[str] = field(default_factory=list)
+    source: str = ""
+    bytes_read: int = 0
+    bytes_written: int = 0
+    flops: int = 0
+    device: str = ""
+    aliases: list[str] = field(default_factory=list)  # further kernels of the same span (split reductions)
+
+
+@dataclass(slots=True)
+class LayerTraffic:
+    """Traffic of one layer's fusible kernels in one graph."""
+
+    layer: str
+    actual: int = 0
+    lost: list[Lost] = field(default_factory=list)
+    ops: int = 0
+    extern: int = 0
+    fallback: int = 0
+
+
+@dataclass(slots=True)
+class GraphSpan:
+    """One Inductor graph."""
+
+    compile_id: str
+    phase: str  # forward | backward | inference
+    root: str  # FQN of the module whose frame was compiled first, "" for the model
+    root_class: str
+    kernels: list[KernelSpan] = field(default_factory=list)
+    layers: dict[str, LayerTraffic] = field(default_factory=dict)
+    nodes_before: int = 0
+    nodes_after: int = 0
+    hook_seconds: float = 0.0
+    superseded: bool = False  # a newer recompile of the same frame replaced it
+    hard: dict[str, list[str]] = field(default_factory=dict)  # layer -> causes that make it broken whatever the rate
+
+
+@dataclass(slots=True)
+class FusionTrace:
+    """Everything the collector saw while a model compiled."""
+
+    supported: bool
+    note: str = ""
+    graphs: list[GraphSpan] = field(default_factory=list)
+    errors: dict[str, int] = field(default_factory=dict)
+    hook_seconds: float = 0.0
+    compile_seconds: float = 0.0

@@ -1,0 +1,101 @@
+"""What a run is asked to do: every option, its default, its limits, and the named presets. Torch-free."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+Device = Literal["auto", "cuda", "cpu"]
+Parallel = Literal["ddp", "fsdp", "hsdp"]
+Compile = Literal["none", "block", "model"]
+DType = Literal["fp32", "bf16"]
+CompileMode = Literal["default", "reduce-overhead", "max-autotune-no-cudagraphs"]
+Recompute = Literal["none", "block"]
+Optimizer = Literal["adamw", "sgd"]
+
+BUILTIN_WORKLOADS = ("llama", "gpt2", "resnet50")
+
+
+class SpecError(ValueError):
+    """An option, or a combination of options, that cannot be run; the message says which and what to do."""
+
+
+class RunSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=False):
+    """All options of one run.
+
+    `batch` is per rank; `seq` is tokens per sample (ignored by image workloads). `size` names a model size of
+    the workload ("tiny" .. "1b"). `ranks` 0 means one per local GPU, or 2 on CPU. Zero in `batch` or `seq`
+    means the workload's default for that size.
+    """
+
+    workload: str = "llama"
+    size: str = "tiny"
+    preset: str | None = None
+    ranks: int = 0
+    device: Device = "auto"
+    parallel: Parallel = "fsdp"
+    shard_size: int = 0
+    compile: Compile = "block"
+    compile_mode: CompileMode = "default"
+    cudagraphs: bool = False
+    dtype: DType = "bf16"
+    batch: int = 0
+    seq: int = 0
+    recompute: Recompute = "none"
+    optimizer: Optimizer = "adamw"
+    lr: float = 3e-4
+    steps: int = 20
+    warmup: int = 5
+    profile_steps: int = 3
+    seed: int = 0
+    checkpoint: bool = True
+    checkpoint_steps: int = 8
+    keep_raw: bool = True
+    silence_timeout_s: float = 600.0
+    collective_timeout_s: float = 180.0
+    threads: int = 0
+    nnodes: int = 1
+    node_rank: int = 0
+    rdzv_endpoint: str = ""
+    price_per_gpu_hour: float | None = None
+    price_note: str = ""
+    checkpoint_every: int = 500
+    run_steps: int = 100_000
+
+
+PRESETS: dict[str, dict[str, object]] = {
+    "smoke": {"workload": "llama", "size": "tiny", "dtype": "fp32", "steps": 20, "warmup": 3, "profile_steps": 2},
+    "small": {"workload": "llama", "size": "small", "dtype": "bf16", "steps": 20},
+    "1b": {"workload": "llama", "size": "1b", "dtype": "bf16", "batch": 4, "seq": 2048, "steps": 20},
+    "resnet50": {"workload": "resnet50", "size": "full", "dtype": "bf16", "steps": 20},
+    "gpt2": {"workload": "gpt2", "size": "small", "dtype": "bf16", "steps": 20},
+}
+
+
+def apply_preset(spec: RunSpec, name: str, overridden: frozenset[str] = frozenset()) -> RunSpec:
+    """Return `spec` with the preset's values, except for the fields named in `overridden` (set by the user)."""
+    if name not in PRESETS:
+        raise SpecError(f"no preset '{name}'; there are: {', '.join(PRESETS)}")
+    values = {k: v for k, v in PRESETS[name].items() if k not in overridden}
+    return msgspec.structs.replace(spec, preset=name, **values)
+
+
+def validate(spec: RunSpec) -> None:
+    """Raise SpecError for options that cannot work, before any process is started."""
+    positive = ("steps", "silence_timeout_s", "collective_timeout_s", "checkpoint_steps", "nnodes", "run_steps")
+    for field in positive:
+        if getattr(spec, field) <= 0:
+            raise SpecError(f"--{field.replace('_', '-')} must be above zero, got {getattr(spec, field)}")
+    for field in ("ranks", "batch", "seq", "warmup", "profile_steps", "threads", "shard_size", "node_rank"):
+        if getattr(spec, field) < 0:
+            raise SpecError(f"--{field.replace('_', '-')} cannot be negative, got {getattr(spec, field)}")
+    if spec.cudagraphs and spec.compile == "none":
+        raise SpecError("--cudagraphs needs a compiled model: add --compile block or --compile model")
+    if spec.parallel == "hsdp" and spec.shard_size and spec.ranks and spec.ranks % spec.shard_size:
+        raise SpecError(f"--shard-size {spec.shard_size} does not divide --ranks {spec.ranks}")
+    if spec.nnodes > 1 and not spec.rdzv_endpoint:
+        raise SpecError("--nnodes above 1 needs --rdzv-endpoint HOST:PORT, the same on every host")
+    if ":" not in spec.workload and spec.workload not in BUILTIN_WORKLOADS:
+        known = ", ".join(BUILTIN_WORKLOADS)
+        raise SpecError(f"no workload '{spec.workload}'; built in: {known}; your own: path/to/file.py:make")

@@ -1,0 +1,1 @@
+"""Kineto traces to kernels, collectives, idle time and a waterfall; torch-free."""

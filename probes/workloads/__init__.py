@@ -1,0 +1,1 @@
+"""Built-in training workloads and the loader of a user's own."""

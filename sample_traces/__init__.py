@@ -1,0 +1,1 @@
+"""Runs recorded by costlab on real machines, one compressed run directory each."""
