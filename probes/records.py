@@ -19,9 +19,7 @@ Bytes = Annotated[int, Meta(extra={"unit": "B"})]
 Joules = Annotated[float, Meta(extra={"unit": "J"})]
 
 FusionStatus = Literal["complete", "partial", "broken", "unknown"]
-Phase = Literal[
-    "start", "check-in", "build", "compile", "warm-up", "measure", "profile", "checkpoint", "write", "done"
-]
+Phase = Literal["start", "check-in", "build", "compile", "warm-up", "measure", "profile", "checkpoint", "write", "done"]
 RunStatus = Literal["running", "complete", "failed", "cancelled", "incomplete"]
 
 

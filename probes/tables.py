@@ -36,7 +36,9 @@ def schema(row: type[Row]) -> pa.Schema:
     arrow = {int: pa.int64(), float: pa.float64(), str: pa.string(), bool: pa.bool_()}
     hints = typing.get_type_hints(row, include_extras=True)
     fields = [pa.field(name, arrow[_plain(hints[name])]) for name in row.__struct_fields__]
-    return pa.schema(fields, metadata={b"costlab.table": row.table.encode(), b"costlab.schema": str(SCHEMA_VERSION).encode()})
+    return pa.schema(
+        fields, metadata={b"costlab.table": row.table.encode(), b"costlab.schema": str(SCHEMA_VERSION).encode()}
+    )
 
 
 def write_rows(directory: Path, row: type[Row], rows: Iterable[Row]) -> Path:

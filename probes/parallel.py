@@ -1,0 +1,165 @@
+"""Wraps a workload's model as asked: DDP, FSDP2 or HSDP, compiled per block, whole or not, with recomputation.
+
+Order: recomputation (innermost), then compile of each block, then sharding, so that one graph serves all blocks
+and FSDP's hooks stay outside the compiled region. Also states which bytes the wrapping must communicate.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from costlab.probes.spec import RunSpec, SpecError
+
+
+@dataclass
+class Wrapped:
+    """The model to train and how it was put together."""
+
+    model: nn.Module
+    base: nn.Module  # the model without wrapper classes, for FQNs
+    blocks: list[str]
+    compiled: list[str] = field(default_factory=list)  # FQNs whose call is compiled; "" is the whole model
+    autocast: torch.dtype | None = None
+    expected_bytes: int | None = None
+    formula: str = ""
+
+    def forward_context(self) -> AbstractContextManager[Any]:
+        """Autocast where the wrapper itself does not cast (DDP in bf16)."""
+        if self.autocast is None:
+            return nullcontext()
+        device = next(self.base.parameters()).device.type
+        return torch.autocast(device, dtype=self.autocast)
+
+
+def wrap(model: nn.Module, blocks: list[str], spec: RunSpec, device: torch.device) -> Wrapped:
+    """Apply recomputation, compile and the parallel strategy of `spec`, in place where possible."""
+    modules = dict(model.named_modules())
+    missing = [b for b in blocks if b not in modules]
+    if missing:
+        raise SpecError(f"the workload names blocks that the model does not have: {', '.join(missing[:4])}")
+    if spec.recompute == "block":
+        for name in blocks:
+            _recompute(model, name)
+        modules = dict(model.named_modules())
+    dtype = torch.bfloat16 if spec.dtype == "bf16" else torch.float32
+    compiled = _compile_blocks(modules, blocks, spec)
+    wrapped = Wrapped(model=model, base=model, blocks=blocks, compiled=compiled)
+    if spec.parallel == "ddp":
+        _ddp(wrapped, spec, dtype, device)
+    else:
+        _shard(wrapped, spec, dtype, device)
+    if spec.compile == "model":
+        wrapped.model.compile(**_compile_options(spec))
+        wrapped.compiled = [""]
+    return wrapped
+
+
+def _recompute(model: nn.Module, name: str) -> None:
+    """Recompute the block's activations in backward, without a wrapper module that would change its FQN."""
+    from torch.utils.checkpoint import checkpoint
+
+    block = model.get_submodule(name)
+    forward = block.forward
+
+    def recomputed(*args: Any, **kwargs: Any) -> Any:
+        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+
+    block.forward = recomputed
+
+
+def _compile_options(spec: RunSpec) -> dict[str, Any]:
+    options: dict[str, Any] = {}
+    if spec.compile_mode != "default":
+        options["mode"] = spec.compile_mode
+    if spec.cudagraphs and spec.compile_mode == "default":
+        options["options"] = {"triton.cudagraphs": True}
+    return options
+
+
+def _compile_blocks(modules: dict[str, nn.Module], blocks: list[str], spec: RunSpec) -> list[str]:
+    if spec.compile != "block":
+        return []
+    for name in blocks:
+        modules[name].compile(**_compile_options(spec))
+    return list(blocks)
+
+
+def _ddp(wrapped: Wrapped, spec: RunSpec, dtype: torch.dtype, device: torch.device) -> None:
+    from torch.nn.parallel import DistributedDataParallel
+
+    wrapped.autocast = dtype if spec.dtype == "bf16" else None
+    ids = [device.index] if device.type == "cuda" else None
+    ddp = DistributedDataParallel(wrapped.base, device_ids=ids, gradient_as_bucket_view=True)
+    wrapped.model = ddp
+    gradients = sum(p.numel() * p.element_size() for p in wrapped.base.parameters() if p.requires_grad)
+    buffers = sum(b.numel() * b.element_size() for b in ddp.modules_buffers) if ddp.broadcast_buffers else 0
+    wrapped.expected_bytes = gradients + buffers
+    wrapped.formula = "gradients in the parameters' dtype, all-reduced once" + (
+        "; buffers broadcast once" if buffers else ""
+    )
+
+
+def _shard(wrapped: Wrapped, spec: RunSpec, dtype: torch.dtype, device: torch.device) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    world = dist.get_world_size()
+    kwargs: dict[str, Any] = {}
+    shard = world
+    if spec.parallel == "hsdp":
+        shard = spec.shard_size or max(1, world // 2)
+        if world % shard:
+            raise SpecError(f"--shard-size {shard} does not divide {world} ranks")
+        kwargs["mesh"] = init_device_mesh(device.type, (world // shard, shard), mesh_dim_names=("replicate", "shard"))
+    if spec.dtype == "bf16":
+        kwargs["mp_policy"] = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    size = 2 if spec.dtype == "bf16" else 4
+    wrapped.expected_bytes, wrapped.formula = _sharded_bytes(wrapped, shard, world, size)
+    for name in wrapped.blocks:
+        fully_shard(wrapped.base.get_submodule(name), **kwargs)
+    fully_shard(wrapped.base, **kwargs)
+
+
+def _padded(parameter: Tensor, shard: int) -> int:
+    """Elements FSDP2 moves for a parameter: dimension 0 is padded to a multiple of the shard count."""
+    rows = parameter.shape[0] if parameter.dim() else 1
+    per_row = parameter.numel() // rows if rows else 0
+    return -(-rows // shard) * shard * per_row
+
+
+def _sharded_bytes(wrapped: Wrapped, shard: int, world: int, param_bytes: int) -> tuple[int, str]:
+    """Bytes of one rank and step: all-gather outputs, reduce-scatter inputs and, for HSDP, all-reduced shards."""
+    in_blocks: set[int] = set()
+    block_elements = 0
+    for name in wrapped.blocks:
+        for p in wrapped.base.get_submodule(name).parameters():
+            if id(p) not in in_blocks:
+                in_blocks.add(id(p))
+                block_elements += _padded(p, shard)
+    rest = {id(p): p for p in wrapped.base.parameters() if id(p) not in in_blocks}
+    root_elements = sum(_padded(p, shard) for p in rest.values())
+    gathered = (2 * block_elements + root_elements) * param_bytes
+    reduced = (block_elements + root_elements) * 4
+    total = gathered + reduced
+    formula = (
+        f"2 x {block_elements:,} block + {root_elements:,} root parameters gathered x {param_bytes} B"
+        f" + {block_elements + root_elements:,} gradients scattered x 4 B"
+    )
+    if world != shard:
+        total += reduced // shard
+        formula += f" + the shard's gradients all-reduced, {reduced // shard:,} B"
+    return total, formula
+
+
+def make_optimizer(wrapped: Wrapped, spec: RunSpec, device: torch.device) -> torch.optim.Optimizer:
+    """AdamW or SGD with momentum; fused on CUDA."""
+    parameters = [p for p in wrapped.model.parameters() if p.requires_grad]
+    if spec.optimizer == "sgd":
+        return torch.optim.SGD(parameters, lr=spec.lr, momentum=0.9)
+    return torch.optim.AdamW(parameters, lr=spec.lr, fused=device.type == "cuda")

@@ -1,0 +1,92 @@
+"""Profiled steps: record with torch.profiler, read the trace back, join it to the fusion trace."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from costlab.probes.records import CollectiveRow, KernelRow, MissRow, PartRow, SpanRow, StepRow
+
+if TYPE_CHECKING:
+    from costlab.probes.steps import Trainer
+    from costlab.probes.worker import RankRun
+
+
+@dataclass
+class Profile:
+    """Tables made of the profiled steps."""
+
+    steps: list[StepRow]
+    collectives: list[CollectiveRow]
+    parts: list[PartRow]
+    spans: list[SpanRow]
+    misses: list[MissRow]
+    kernels: list[KernelRow]
+
+
+def profile_steps(run: RankRun, trainer: Trainer) -> Profile:
+    """Profile `spec.profile_steps` steps on this rank and turn the trace into tables."""
+    from costlab.probes.fusion.model import FusionTrace
+    from costlab.probes.fusion.spans import join
+    from costlab.probes.trace import kineto
+    from costlab.probes.trace.analyse import analyse, rows
+
+    path = run.run_dir / "raw" / f"rank-{run.rank:05d}.trace.json.gz"
+    steps = record(run, trainer, path)
+    run.voice.log(f"reading {path.name}, {path.stat().st_size / 1e6:.1f} MB")
+    blocks = trainer.wrapped.compiled or trainer.wrapped.blocks
+    trace = analyse(kineto.read(path), device=run.device.type, blocks=blocks)
+    for problem in trace.problems:
+        run.voice.log(problem, "warning")
+    fusion = run.fusion or FusionTrace(supported=False, note="nothing was compiled")
+    spans, misses, kernels = join(
+        fusion,
+        trace,
+        trace_id=trace_id(run.run_dir.name),
+        rank=run.rank,
+        layer_classes=run.facts.layer_classes,
+        blocks=blocks,
+        compiled=run.spec.compile != "none",
+    )
+    collectives, parts = rows(trace, run.rank)
+    if not run.spec.keep_raw:
+        path.unlink()
+    return Profile(steps, collectives, parts, spans, misses, kernels)
+
+
+def record(run: RankRun, trainer: Trainer, path: Path) -> list[StepRow]:
+    """Run the profiler; its first step is thrown away, since Kineto loses kernels at the start of a session."""
+    import torch.distributed as dist
+    from torch.profiler import ProfilerActivity, profile, record_function, schedule
+
+    from costlab.probes.steps import annotated
+
+    count = run.spec.profile_steps
+    activities = [ProfilerActivity.CPU]
+    if run.device.type == "cuda":
+        activities.append(ProfilerActivity.CUDA)
+    steps: list[StepRow] = []
+    plan = schedule(wait=0, warmup=1, active=count, repeat=1)
+    with annotated(trainer):
+        trainer.timed_step()  # annotations run once outside the profile
+        dist.barrier()
+        with profile(activities=activities, schedule=plan, record_shapes=True) as profiler:
+            trainer.timed_step()
+            profiler.step()
+            for i in range(count):
+                with record_function(f"costlab::step::{i}"):
+                    ms = trainer.timed_step()
+                if i < count - 1:
+                    profiler.step()
+                steps.append(StepRow(rank=run.rank, step=i, role="profiled", ms=ms))
+                run.voice.progress(i + 1, count, f"{ms:.1f} ms profiled")
+        profiler.export_chrome_trace(str(path))
+    return steps
+
+
+def trace_id(run_name: str) -> str:
+    """The trace's id, the same on every rank: 16 bytes of the run's name as hex."""
+    import hashlib
+
+    return hashlib.blake2b(run_name.encode(), digest_size=16).hexdigest()

@@ -1,0 +1,47 @@
+"""Source positions and messages without absolute paths: below the working directory relative, else the base name."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+_ABSOLUTE = re.compile(r"(?<![\w.:/\\-])/(?:[\w.+@~-]+/)*[\w.+@~-]+")
+_PACKAGES = ("site-packages/", "dist-packages/")
+
+
+def shorten(path: str, cwd: Path | None = None) -> str:
+    """`path` relative to an installed package's root or to `cwd`; any other absolute path as its base name."""
+    for marker in _PACKAGES:
+        if marker in path:
+            return path.rpartition(marker)[2]
+    if not path.startswith("/"):
+        return path
+    try:
+        return str(Path(path).relative_to(cwd or Path.cwd()))
+    except ValueError:
+        return Path(path).name
+
+
+def position(path: str, line: int, cwd: Path | None = None) -> str:
+    """`file.py:line`, or "" for no file."""
+    return f"{shorten(path, cwd)}:{line}" if path else ""
+
+
+def scrub(text: str, cwd: Path | None = None) -> str:
+    """Replace absolute paths inside a message by their short form."""
+    return _ABSOLUTE.sub(lambda m: shorten(m.group(0), cwd), text)
+
+
+def user_frame(stack: tuple[tuple[str, int], ...]) -> tuple[str, int]:
+    """The innermost (file, line) of the user's own code, else of any code but torch's, else the innermost."""
+    own = [f for f in stack if not _installed(f[0])]
+    others = [f for f in stack if "/torch/" not in f[0]]
+    for choice in (own, others, list(stack)):
+        if choice:
+            return choice[-1]
+    return "", 0
+
+
+def _installed(path: str) -> bool:
+    return any(m in path for m in _PACKAGES) or (path.startswith(sys.base_prefix) and "/lib/python" in path)

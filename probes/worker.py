@@ -1,0 +1,391 @@
+"""One rank's main: check in > build > compile > warm up > measure > profile > checkpoint > write.
+
+Run by torchrun as `-m costlab.probes.worker RUN_DIR`. Each phase writes its tables when it ends, so a run that
+dies later keeps what it had measured.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from costlab.probes import failures
+from costlab.probes.launch import FACTS_FILE, SPEC_FILE, Facts
+from costlab.probes.records import (
+    CheckpointRow,
+    CollectiveRow,
+    CompileRow,
+    Environment,
+    KernelRow,
+    LinkRow,
+    MemoryRow,
+    MissRow,
+    PartRow,
+    PowerRow,
+    Row,
+    SpanRow,
+    StepRow,
+    WorkloadFacts,
+)
+from costlab.probes.session import Voice, die_with_launcher, loopback_interface, rank_dir
+from costlab.probes.spec import RunSpec
+from costlab.probes.tables import write_bytes, write_rows
+
+if TYPE_CHECKING:
+    import torch
+
+    from costlab.probes.energy import EnergyProbe
+    from costlab.probes.fusion.model import FusionTrace
+    from costlab.probes.memory import MemoryProbe
+    from costlab.probes.steps import Trainer
+    from costlab.probes.workloads.base import Workload
+
+CHECKPOINT_BUDGET_S = 45.0
+
+
+@dataclass
+class RankRun:
+    """One rank's run in progress: identity, options, what has been built and what has been measured."""
+
+    spec: RunSpec
+    run_dir: Path
+    rank: int
+    world: int
+    local_rank: int
+    voice: Voice
+    device: torch.device
+    backend: str
+    memory: MemoryProbe
+    energy: EnergyProbe
+    facts: WorkloadFacts = field(default_factory=WorkloadFacts)
+    environment: Environment = field(default_factory=Environment)
+    memory_rows: list[MemoryRow] = field(default_factory=list)
+    power_rows: list[PowerRow] = field(default_factory=list)
+    step_rows: list[StepRow] = field(default_factory=list)
+    compile_rows: list[CompileRow] = field(default_factory=list)
+    fusion: FusionTrace | None = None
+
+    @property
+    def directory(self) -> Path:
+        """Folder of this rank's tables."""
+        return rank_dir(self.run_dir, self.rank)
+
+    def write(self, kind: type[Row], rows: list[Any]) -> None:
+        """Write one table of this rank."""
+        write_rows(self.directory, kind, rows)
+
+
+def main(argv: list[str]) -> int:
+    """Run one rank; every exception becomes a Failure event and exit code 1."""
+    run_dir = Path(argv[1])
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    die_with_launcher()
+    rank = int(os.environ.get("RANK", "0"))
+    voice = Voice(run_dir, rank)
+    voice.open()
+    try:
+        spec = msgspec.json.decode((run_dir / SPEC_FILE).read_bytes(), type=RunSpec)
+        run_rank(spec, run_dir, rank, voice)
+    except Exception as error:
+        message = str(error) or type(error).__name__
+        kind = failures.classify(f"{type(error).__module__}.{type(error).__name__}", message)
+        voice.fail(kind, f"{type(error).__name__}: {message}" if kind == "error" else message, traceback.format_exc())
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)  # destroying a process group whose peers are stuck would hang here
+    voice.finish()
+    return 0
+
+
+def run_rank(spec: RunSpec, run_dir: Path, rank: int, voice: Voice) -> None:
+    """All phases, in order."""
+    import torch.distributed as dist
+
+    voice.enter("check-in", "importing torch, joining the process group")
+    run = check_in(spec, run_dir, rank, voice)
+    trainer = build(run)
+    compile_phase(run, trainer)
+    measure_phase(run, trainer)
+    if spec.profile_steps:
+        profile_phase(run, trainer)
+    if spec.checkpoint:
+        checkpoint_phase(run, trainer)
+    voice.enter("write")
+    write_facts(run)
+    run.write(MemoryRow, run.memory_rows)
+    run.write(PowerRow, run.power_rows)
+    dist.barrier()
+    dist.destroy_process_group()
+    voice.enter("done")
+
+
+def check_in(spec: RunSpec, run_dir: Path, rank: int, voice: Voice) -> RankRun:
+    """Choose the device, join the process group, record the environment."""
+    import torch
+    import torch.distributed as dist
+
+    from costlab.probes.energy import EnergyProbe
+    from costlab.probes.environment import environment
+    from costlab.probes.memory import MemoryProbe
+
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    device, backend = choose_device(spec, local_rank)
+    if backend == "gloo" and spec.nnodes == 1:
+        interface = loopback_interface()
+        if interface:
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+    extra = {"device_id": device} if device.type == "cuda" else {}
+    dist.init_process_group(backend, timeout=timedelta(seconds=spec.collective_timeout_s), **extra)
+    torch.manual_seed(spec.seed + rank)
+    run = RankRun(
+        spec=spec,
+        run_dir=run_dir,
+        rank=rank,
+        world=dist.get_world_size(),
+        local_rank=local_rank,
+        voice=voice,
+        device=device,
+        backend=backend,
+        memory=MemoryProbe(device),
+        energy=EnergyProbe(device.index if device.type == "cuda" else None),
+    )
+    run.environment = environment(device, backend)
+    write_facts(run)
+    return run
+
+
+def choose_device(spec: RunSpec, local_rank: int) -> tuple[torch.device, str]:
+    """This rank's device and the process-group backend; SpecError when CUDA is asked for and absent."""
+    import torch
+
+    from costlab.probes.spec import SpecError
+
+    available = torch.cuda.is_available()
+    if spec.device == "cuda" and not available:
+        raise SpecError("--device cuda was asked for, but torch sees no CUDA device; `costlab doctor` says why")
+    if spec.device == "cpu" or not available:
+        return torch.device("cpu"), "gloo"
+    count = torch.cuda.device_count()
+    if local_rank >= count:
+        raise SpecError(f"{local_rank + 1} ranks were asked for on a host with {count} GPUs; lower --ranks")
+    device = torch.device("cuda", local_rank)
+    torch.cuda.set_device(device)
+    return device, "cpu:gloo,cuda:nccl"
+
+
+def write_facts(run: RankRun) -> None:
+    """Rank 0 tells the launcher what machine and workload this is."""
+    if run.rank == 0:
+        known = run.facts if run.facts.name else None
+        facts = Facts(environment=run.environment, workload=known, ranks=run.world)
+        write_bytes(run.run_dir / FACTS_FILE, msgspec.json.encode(facts))
+
+
+def build(run: RankRun) -> Trainer:
+    """Load the workload, count its FLOPs, measure this machine's ceilings, wrap the model."""
+    import torch
+
+    from costlab.probes.ceilings import copy_gbps, matmul_tflops
+    from costlab.probes.parallel import make_optimizer, wrap
+    from costlab.probes.steps import Trainer
+    from costlab.probes.workloads.base import WorkloadContext, find_blocks
+    from costlab.probes.workloads.loader import load
+
+    spec = run.spec
+    run.voice.enter("build", f"{spec.workload} {spec.size}")
+    dtype = torch.bfloat16 if spec.dtype == "bf16" else torch.float32
+    context = WorkloadContext(run.device, dtype, spec.size, spec.batch, spec.seq, spec.seed, run.rank, run.world)
+    with run.memory.phase("build") as measured:
+        workload = load(spec.workload, context)
+        workload.model.to(run.device).train()
+        workload.blocks = workload.blocks or find_blocks(workload.model)
+        describe(run, workload)
+        if run.rank == 0:
+            run.voice.progress(1, 3, "measuring this machine's ceilings")
+        tflops, run.facts.peak_method = matmul_tflops(run.device, dtype)
+        run.facts.peak_tflops = tflops
+        run.facts.copy_gbps = copy_gbps(run.device)[0]
+        run.voice.progress(2, 3, "wrapping the model")
+        wrapped = wrap(workload.model, workload.blocks, spec, run.device)
+        optimizer = make_optimizer(wrapped, spec, run.device)
+    run.memory_rows.append(measured.row(run.rank))
+    run.facts.expected_comm_bytes = wrapped.expected_bytes
+    run.facts.expected_comm_formula = wrapped.formula
+    write_facts(run)
+    return Trainer(workload=workload, wrapped=wrapped, optimizer=optimizer, device=run.device)
+
+
+def describe(run: RankRun, workload: Workload) -> None:
+    """Fill in what is known of the workload before it runs."""
+    from costlab.probes.fusion.fqn import normalise
+    from costlab.probes.fusion.classes import classify
+    from costlab.probes.workloads.base import count_samples
+
+    facts, model = run.facts, workload.model
+    if not workload.units_per_batch:
+        workload.units_per_batch = count_samples(workload.batch(0))
+    facts.name, facts.title, facts.unit = workload.name, workload.title or workload.name, workload.unit
+    facts.source = workload.source
+    facts.units_per_step = workload.units_per_batch * run.world
+    facts.parameters = sum(p.numel() for p in model.parameters())
+    facts.parameter_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
+    facts.layer_classes = {
+        normalise(name): classify(name, type(module).__name__) for name, module in model.named_modules() if name
+    }
+    if workload.flops_per_batch is None:
+        workload.flops_per_batch, workload.flops_formula = count_flops(workload, run)
+    if workload.flops_per_batch:
+        facts.flops_per_step = workload.flops_per_batch * run.world
+    facts.flops_formula = workload.flops_formula
+
+
+def count_flops(workload: Workload, run: RankRun) -> tuple[float | None, str]:
+    """FLOPs of one batch by counting a forward pass; backward is taken as twice the forward pass."""
+    import torch
+    from torch.utils.flop_counter import FlopCounterMode
+
+    try:
+        with torch.random.fork_rng(devices=[run.device] if run.device.type == "cuda" else []), torch.no_grad():
+            buffers = [b.detach().clone() for b in workload.model.buffers()]
+            with FlopCounterMode(display=False) as counter:
+                workload.loss(workload.model, workload.batch(0))
+            for buffer, saved in zip(workload.model.buffers(), buffers, strict=True):
+                buffer.copy_(saved)  # counting must not move batch-norm statistics
+    except Exception as error:  # a user's model may not run outside its wrapper; MFU is then unknown
+        run.voice.log(f"FLOPs not counted: {failures.one_line(str(error))}", "warning")
+        return None, ""
+    total = 3.0 * counter.get_total_flops()
+    return (total or None), "3 x FLOPs of the forward pass as counted by torch.utils.flop_counter"
+
+
+def compile_phase(run: RankRun, trainer: Trainer) -> None:
+    """First steps: cold compile with the fusion trace, then the same again for the cache facts."""
+    import torch._dynamo
+
+    from costlab.probes.compile_events import CompileEvents
+    from costlab.probes.fusion.inductor import FusionCollector
+
+    spec, compiled = run.spec, run.spec.compile != "none"
+    run.voice.enter("compile", "cold" if compiled else "first eager steps")
+    if run.device.type == "cpu" and compiled:
+        name_cpu_kernels()
+    with run.memory.phase("compile") as measured, FusionCollector(trainer.wrapped.base) as collector:
+        cold = first_steps(run, trainer, "cold")
+        run.fusion = collector.trace()
+        run.compile_rows += cold
+        if compiled:
+            run.voice.enter("compile", "warm")
+            torch._dynamo.reset()
+            with CompileEvents():
+                run.compile_rows += first_steps(run, trainer, "warm")
+    run.memory_rows.append(measured.row(run.rank))
+    run.write(CompileRow, run.compile_rows)
+    run.voice.enter("warm-up")
+    for i in range(spec.warmup):
+        ms = trainer.timed_step()
+        run.voice.progress(i + 1, spec.warmup, f"{ms:.1f} ms")
+
+
+def name_cpu_kernels() -> None:
+    """Let the profiler see Inductor's C++ kernels by name; about a microsecond a kernel."""
+    import torch._inductor.config as inductor
+
+    inductor.cpp.enable_kernel_profile = True
+
+
+def first_steps(run: RankRun, trainer: Trainer, which: str) -> list[CompileRow]:
+    """Two steps: the first compiles forward and backward, the second shows what recompiles."""
+    from costlab.probes.compile_events import CompileEvents
+
+    with CompileEvents() as events:
+        times = [trainer.timed_step() / 1e3 for _ in range(2)]
+    run.voice.log(f"{which} first step {times[0]:.1f} s, second {times[1]:.2f} s")
+    rows = events.rows(run.rank, which)  # type: ignore[arg-type]
+    rows.append(CompileRow(rank=run.rank, kind="phase", name="first step", seconds=times[0], run=which))  # type: ignore[arg-type]
+    rows.append(CompileRow(rank=run.rank, kind="phase", name="second step", seconds=times[1], run=which))  # type: ignore[arg-type]
+    return rows
+
+
+def measure_phase(run: RankRun, trainer: Trainer) -> None:
+    """The timed steps: no profiler, no annotations, all ranks starting together."""
+    import torch.distributed as dist
+
+    from costlab.probes.steps import measure
+
+    steps = run.spec.steps
+    run.voice.enter("measure", f"{steps} steps")
+    started = time.monotonic()
+
+    def told(index: int, ms: float) -> None:
+        run.voice.step(index, ms, "timed")
+        eta = (time.monotonic() - started) / (index + 1) * (steps - index - 1)
+        run.voice.progress(index + 1, steps, f"{ms:.1f} ms", eta)
+
+    dist.barrier()
+    with run.memory.phase("measure") as measured, run.energy.phase("measure", steps=steps) as power:
+        rows = measure(trainer, steps, run.rank, told)
+    run.memory_rows.append(measured.row(run.rank))
+    if power.row(run.rank) is not None:
+        run.power_rows.append(power.row(run.rank))
+    run.step_rows += rows
+    run.write(StepRow, run.step_rows)
+
+
+def profile_phase(run: RankRun, trainer: Trainer) -> None:
+    """A few profiled steps for shares, kernels and collectives; their times are never reported as step times."""
+    from costlab.probes.profiling import profile_steps
+
+    spec = run.spec
+    run.voice.enter("profile", f"{spec.profile_steps} steps")
+    result = profile_steps(run, trainer)
+    run.step_rows += result.steps
+    run.write(StepRow, run.step_rows)
+    run.write(CollectiveRow, result.collectives)
+    run.write(PartRow, result.parts)
+    run.write(SpanRow, result.spans)
+    run.write(MissRow, result.misses)
+    run.write(KernelRow, result.kernels)
+    run.write(LinkRow, [])
+
+
+def checkpoint_phase(run: RankRun, trainer: Trainer) -> None:
+    """Save and load while steps run."""
+    from costlab.probes.checkpoint import measure as measure_checkpoint
+
+    run.voice.enter("checkpoint")
+
+    def emit(what: str, done: int, total: int) -> None:
+        run.voice.progress(done, total, what)
+
+    rows, steps = measure_checkpoint(
+        trainer.wrapped.model,
+        trainer.optimizer,
+        trainer.timed_step,
+        directory=run.run_dir / "raw" / "checkpoints",
+        rank=run.rank,
+        world=run.world,
+        device=run.device,
+        steps=run.spec.checkpoint_steps,
+        emit=emit,
+        budget_s=CHECKPOINT_BUDGET_S,
+    )
+    run.step_rows += steps
+    run.write(StepRow, run.step_rows)
+    run.write(CheckpointRow, rows)
+
+
+Told = Callable[[int, float], None]
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv))

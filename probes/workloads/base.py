@@ -1,0 +1,162 @@
+"""The workload protocol: what a training step is made of, for built-in models and a user's own."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+class WorkloadError(Exception):
+    """The workload could not be built; the message says what, where and what to do."""
+
+
+@dataclass(frozen=True)
+class WorkloadContext:
+    """What a workload's `make` may depend on.
+
+    `device` is this rank's device; `dtype` the computation dtype (parameters are kept in fp32 and cast by the
+    parallel wrapper). `batch` samples per rank and `seq` tokens per sample are 0 when the user left them open.
+    """
+
+    device: torch.device
+    dtype: torch.dtype
+    size: str
+    batch: int
+    seq: int
+    seed: int
+    rank: int
+    world_size: int
+
+
+@dataclass
+class Workload:
+    """A model, its data and its loss.
+
+    `batch(step)` returns the step's data on the rank's device, different on every rank. `loss(model, batch)`
+    runs the forward pass and returns a scalar. `blocks` are the FQNs to shard and compile one by one (found by
+    `find_blocks` when empty). `flops_per_batch` counts forward and backward of one rank's batch without
+    recomputation; None means "count it".
+    """
+
+    model: nn.Module
+    batch: Callable[[int], Any]
+    loss: Callable[[nn.Module, Any], Tensor]
+    name: str = "custom"
+    title: str = ""
+    unit: str = "samples"
+    units_per_batch: int = 0
+    blocks: list[str] = field(default_factory=list)
+    flops_per_batch: float | None = None
+    flops_formula: str = ""
+    source: str = ""
+
+
+def find_blocks(model: nn.Module) -> list[str]:
+    """FQNs of the repeated blocks: the children of the containers that hold most parameters.
+
+    A container is a ModuleList, ModuleDict or Sequential with at least two children; without one, the model's
+    direct children with parameters are the blocks.
+    """
+    candidates: list[tuple[int, str, nn.Module]] = []
+    for name, module in model.named_modules():
+        children = list(module.children())
+        if isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential) and len(children) > 1:
+            candidates.append((sum(p.numel() for p in module.parameters()), name, module))
+    total = sum(p.numel() for p in model.parameters()) or 1
+    chosen: list[str] = []
+    covered: list[str] = []
+    for numel, name, module in sorted(candidates, key=lambda c: (-c[0], len(c[1]))):
+        inside = any(name == c or name.startswith(f"{c}.") or c.startswith(f"{name}.") for c in covered if c or name)
+        if inside or numel < 0.05 * total or not _is_repetition(module):
+            continue
+        covered.append(name)
+        chosen += [f"{name}.{child}" if name else child for child, m in module.named_children() if any_parameters(m)]
+    if not chosen:
+        chosen = [name for name, m in model.named_children() if any_parameters(m)]
+    return sorted(chosen, key=_natural)
+
+
+def any_parameters(module: nn.Module) -> bool:
+    """True if the module owns or contains a parameter."""
+    return next(module.parameters(), None) is not None
+
+
+def _is_repetition(module: nn.Module) -> bool:
+    children = [m for m in module.children() if any_parameters(m)]
+    if children and all(isinstance(m, nn.ModuleList | nn.Sequential) for m in children):
+        return False  # a list of stages: the blocks are one level further down
+    types = Counter(type(m).__name__ for m in children)
+    return bool(types) and types.most_common(1)[0][1] >= 2
+
+
+def _natural(name: str) -> list[tuple[int, str | int]]:
+    return [(0, int(t)) if t.isdigit() else (1, t) for t in re.split(r"(\d+)", name)]
+
+
+def coerce(result: object, where: str) -> Workload:
+    """Accept what a user's `make` returns: a Workload, or a (model, batches, loss) triple or dict.
+
+    `batches` may be a callable of the step or an iterable (kept in memory and cycled through).
+    """
+    if isinstance(result, Workload):
+        return result
+    if isinstance(result, dict):
+        missing = {"model", "batches", "loss"} - result.keys()
+        if missing:
+            raise WorkloadError(f"{where} returned a dict without {', '.join(sorted(missing))}")
+        result = (result["model"], result["batches"], result["loss"])
+    if not (isinstance(result, tuple) and len(result) == 3):
+        kind = type(result).__name__
+        raise WorkloadError(
+            f"{where} returned {kind}; return (model, batches, loss), such a dict, or a costlab Workload"
+        )
+    model, batches, loss = result
+    if not isinstance(model, nn.Module):
+        raise WorkloadError(f"{where}: the first value must be a torch.nn.Module, got {type(model).__name__}")
+    if not callable(loss):
+        raise WorkloadError(
+            f"{where}: the third value must be a function loss(model, batch), got {type(loss).__name__}"
+        )
+    return Workload(model=model, batch=_batch_source(batches, where), loss=loss)
+
+
+def _batch_source(batches: object, where: str) -> Callable[[int], Any]:
+    if callable(batches):
+        return batches
+    if isinstance(batches, Iterable):
+        kept: list[Any] = []
+        for item in batches:
+            kept.append(item)
+            if len(kept) >= 64:
+                break
+        if not kept:
+            raise WorkloadError(f"{where}: the batches are empty")
+        return lambda step: kept[step % len(kept)]
+    raise WorkloadError(f"{where}: the second value must be a function of the step or an iterable of batches")
+
+
+def to_device(batch: Any, device: torch.device) -> Any:
+    """Move every tensor of a nested batch to the device (no copy where it already is there)."""
+    if isinstance(batch, Tensor):
+        return batch.to(device, non_blocking=True)
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(to_device(v, device) for v in batch))
+    if isinstance(batch, list | tuple):
+        return type(batch)(to_device(v, device) for v in batch)
+    if isinstance(batch, dict):
+        return {k: to_device(v, device) for k, v in batch.items()}
+    return batch
+
+
+def count_samples(batch: Any) -> int:
+    """Leading dimension of the first tensor in a nested batch, 0 if there is none."""
+    if isinstance(batch, Tensor):
+        return int(batch.shape[0]) if batch.dim() else 1
+    values = batch.values() if isinstance(batch, dict) else batch if isinstance(batch, list | tuple) else ()
+    return next((n for n in map(count_samples, values) if n), 0)
