@@ -124,8 +124,8 @@ class CollectiveRow(Row, kw_only=True):
     group: str  # process group ranks, "0,1"
     group_size: int
     dtype: str = ""
-    bytes_in: Bytes
-    bytes_out: Bytes
+    bytes_in: Bytes | None  # null where the trace does not say
+    bytes_out: Bytes | None
     start_us: Us  # from the profiled step's start on this rank
     ms: Ms  # duration on this rank, wait for peers included
     exposed_ms: Ms = 0.0  # part not overlapped by compute on this rank

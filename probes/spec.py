@@ -15,6 +15,11 @@ Recompute = Literal["none", "block"]
 Optimizer = Literal["adamw", "sgd"]
 
 BUILTIN_WORKLOADS = ("llama", "gpt2", "resnet50")
+WORKLOAD_SIZES: dict[str, tuple[str, ...]] = {
+    "llama": ("tiny", "small", "medium", "1b", "8b"),
+    "gpt2": ("tiny", "small", "medium"),
+    "resnet50": ("tiny", "small", "full"),
+}
 
 
 class SpecError(ValueError):

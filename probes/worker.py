@@ -12,7 +12,6 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -70,8 +69,6 @@ class RankRun:
     energy: EnergyProbe
     facts: WorkloadFacts = field(default_factory=WorkloadFacts)
     environment: Environment = field(default_factory=Environment)
-    memory_rows: list[MemoryRow] = field(default_factory=list)
-    power_rows: list[PowerRow] = field(default_factory=list)
     step_rows: list[StepRow] = field(default_factory=list)
     compile_rows: list[CompileRow] = field(default_factory=list)
     fusion: FusionTrace | None = None
@@ -123,8 +120,8 @@ def run_rank(spec: RunSpec, run_dir: Path, rank: int, voice: Voice) -> None:
         checkpoint_phase(run, trainer)
     voice.enter("write")
     write_facts(run)
-    run.write(MemoryRow, run.memory_rows)
-    run.write(PowerRow, run.power_rows)
+    run.write(MemoryRow, run.memory.rows(rank))
+    run.write(PowerRow, run.energy.rows(rank))
     dist.barrier()
     dist.destroy_process_group()
     voice.enter("done")
@@ -145,8 +142,8 @@ def check_in(spec: RunSpec, run_dir: Path, rank: int, voice: Voice) -> RankRun:
         interface = loopback_interface()
         if interface:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-    extra = {"device_id": device} if device.type == "cuda" else {}
-    dist.init_process_group(backend, timeout=timedelta(seconds=spec.collective_timeout_s), **extra)
+    timeout = timedelta(seconds=spec.collective_timeout_s)
+    dist.init_process_group(backend, timeout=timeout, device_id=device if device.type == "cuda" else None)
     torch.manual_seed(spec.seed + rank)
     run = RankRun(
         spec=spec,
@@ -158,7 +155,7 @@ def check_in(spec: RunSpec, run_dir: Path, rank: int, voice: Voice) -> RankRun:
         device=device,
         backend=backend,
         memory=MemoryProbe(device),
-        energy=EnergyProbe(device.index if device.type == "cuda" else None),
+        energy=EnergyProbe(device.index if device.type == "cuda" else None, local_rank=local_rank),
     )
     run.environment = environment(device, backend)
     write_facts(run)
@@ -206,7 +203,7 @@ def build(run: RankRun) -> Trainer:
     run.voice.enter("build", f"{spec.workload} {spec.size}")
     dtype = torch.bfloat16 if spec.dtype == "bf16" else torch.float32
     context = WorkloadContext(run.device, dtype, spec.size, spec.batch, spec.seq, spec.seed, run.rank, run.world)
-    with run.memory.phase("build") as measured:
+    with run.memory.phase("build"):
         workload = load(spec.workload, context)
         workload.model.to(run.device).train()
         workload.blocks = workload.blocks or find_blocks(workload.model)
@@ -219,7 +216,6 @@ def build(run: RankRun) -> Trainer:
         run.voice.progress(2, 3, "wrapping the model")
         wrapped = wrap(workload.model, workload.blocks, spec, run.device)
         optimizer = make_optimizer(wrapped, spec, run.device)
-    run.memory_rows.append(measured.row(run.rank))
     run.facts.expected_comm_bytes = wrapped.expected_bytes
     run.facts.expected_comm_formula = wrapped.formula
     write_facts(run)
@@ -228,8 +224,8 @@ def build(run: RankRun) -> Trainer:
 
 def describe(run: RankRun, workload: Workload) -> None:
     """Fill in what is known of the workload before it runs."""
-    from costlab.probes.fusion.fqn import normalise
     from costlab.probes.fusion.classes import classify
+    from costlab.probes.fusion.fqn import normalise
     from costlab.probes.workloads.base import count_samples
 
     facts, model = run.facts, workload.model
@@ -270,31 +266,36 @@ def count_flops(workload: Workload, run: RankRun) -> tuple[float | None, str]:
 
 
 def compile_phase(run: RankRun, trainer: Trainer) -> None:
-    """First steps: cold compile with the fusion trace, then the same again for the cache facts."""
-    import torch._dynamo
-
-    from costlab.probes.compile_events import CompileEvents
-    from costlab.probes.fusion.inductor import FusionCollector
-
-    spec, compiled = run.spec, run.spec.compile != "none"
-    run.voice.enter("compile", "cold" if compiled else "first eager steps")
-    if run.device.type == "cpu" and compiled:
-        name_cpu_kernels()
-    with run.memory.phase("compile") as measured, FusionCollector(trainer.wrapped.base) as collector:
-        cold = first_steps(run, trainer, "cold")
-        run.fusion = collector.trace()
-        run.compile_rows += cold
-        if compiled:
-            run.voice.enter("compile", "warm")
-            torch._dynamo.reset()
-            with CompileEvents():
-                run.compile_rows += first_steps(run, trainer, "warm")
-    run.memory_rows.append(measured.row(run.rank))
+    """First steps: a cold compile with the fusion trace, the same again for the cache facts; then warm-up steps."""
+    if run.spec.compile == "none":
+        run.voice.enter("compile", "eager: the first steps")
+        with run.memory.phase("compile"):
+            run.compile_rows += first_steps(run, trainer, "cold")
+    else:
+        with run.memory.phase("compile"):
+            compile_twice(run, trainer)
     run.write(CompileRow, run.compile_rows)
     run.voice.enter("warm-up")
-    for i in range(spec.warmup):
+    for i in range(run.spec.warmup):
         ms = trainer.timed_step()
-        run.voice.progress(i + 1, spec.warmup, f"{ms:.1f} ms")
+        run.voice.progress(i + 1, run.spec.warmup, f"{ms:.1f} ms")
+
+
+def compile_twice(run: RankRun, trainer: Trainer) -> None:
+    """Cold, with caches of graphs forced to miss so that Inductor schedules and can be watched; then warm."""
+    import torch._dynamo
+
+    from costlab.probes.fusion.inductor import FusionCollector
+
+    run.voice.enter("compile", "cold")
+    if run.device.type == "cpu":
+        name_cpu_kernels()
+    with FusionCollector(trainer.wrapped.base) as collector:
+        run.compile_rows += first_steps(run, trainer, "cold")
+        run.fusion = collector.trace()
+        run.voice.enter("compile", "warm")
+        torch._dynamo.reset()
+        run.compile_rows += first_steps(run, trainer, "warm")
 
 
 def name_cpu_kernels() -> None:
@@ -333,13 +334,14 @@ def measure_phase(run: RankRun, trainer: Trainer) -> None:
         run.voice.progress(index + 1, steps, f"{ms:.1f} ms", eta)
 
     dist.barrier()
-    with run.memory.phase("measure") as measured, run.energy.phase("measure", steps=steps) as power:
+    with run.memory.phase("measure"), run.energy.phase("measure", steps=steps):
         rows = measure(trainer, steps, run.rank, told)
-    run.memory_rows.append(measured.row(run.rank))
-    if power.row(run.rank) is not None:
-        run.power_rows.append(power.row(run.rank))
+    for reason in run.energy.reasons():
+        run.voice.log(f"no energy figure: {reason}")
     run.step_rows += rows
     run.write(StepRow, run.step_rows)
+    run.write(MemoryRow, run.memory.rows(run.rank))
+    run.write(PowerRow, run.energy.rows(run.rank))
 
 
 def profile_phase(run: RankRun, trainer: Trainer) -> None:
@@ -384,8 +386,6 @@ def checkpoint_phase(run: RankRun, trainer: Trainer) -> None:
     run.write(StepRow, run.step_rows)
     run.write(CheckpointRow, rows)
 
-
-Told = Callable[[int, float], None]
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv))

@@ -31,7 +31,7 @@ def _load_user(name: str, ctx: WorkloadContext) -> Workload:
     where = f"{path.name}:{function}"
     try:
         result = make(ctx)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise WorkloadError(f"{where} raised {type(error).__name__}: {error} ({_user_line(error, path)})") from error
     workload = coerce(result, where)
     if workload.name == "custom":
@@ -63,7 +63,7 @@ def _import_file(path: Path) -> ModuleType:
     sys.path.insert(0, str(path.parent.resolve()))
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         line = _user_line(error, path)
         raise WorkloadError(f"importing {path.name} failed: {type(error).__name__}: {error} ({line})") from error
     return module

@@ -1,0 +1,481 @@
+"""Checkpoint saves and loads through torch.distributed.checkpoint while training steps run.
+
+For every configuration: control steps, a copy of the state, the save, and steps until the files are durable; then
+the checkpoint is loaded into fresh tensors and compared bit by bit with that copy. A save's cost is the stall: the
+time its call blocked training plus what the steps around it took longer than the median control step. Every save
+gets a fresh folder. A configuration that fails is a row with a note, never an abort, and all ranks agree on it.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from collections.abc import Callable
+from concurrent.futures import wait
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+
+from costlab.probes import checkpoint_state as states
+from costlab.probes.checkpoint_modes import Pending, Saver, Sync, savers
+from costlab.probes.checkpoint_state import Snapshot, Tree
+from costlab.probes.environment import memory_limit
+from costlab.probes.peers import Peers, end_group, new_cpu_group
+from costlab.probes.records import CheckpointRow, StepRow
+from costlab.probes.sources import scrub
+from costlab.probes.stall import stall
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+Emit = Callable[[str, int, int], None]
+Role = Literal["control", "save_sync", "save_async", "warmup"]
+T = TypeVar("T")
+
+LEAST_STEPS = 3
+FASTEST_DISK = 4e9  # bytes/s; a state that takes longer than the budget even at this rate is not tried
+DISK_RESERVE = 1 << 30
+GRACE_S = 45.0  # how long a save may take beyond the budget before it is given up
+MOST_PARTS = 64
+
+
+def measure(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    run_step: Callable[[], float],
+    *,
+    directory: Path,
+    rank: int,
+    world: int,
+    device: torch.device,
+    steps: int,
+    emit: Emit,
+    budget_s: float = 45.0,
+    configurations: list[Saver] | None = None,
+) -> tuple[list[CheckpointRow], list[StepRow]]:
+    """Measure every configuration that fits into `budget_s`; called by all ranks alike.
+
+    `run_step` runs one full training step and returns its milliseconds, the device synchronised. `directory` must
+    be seen by all ranks; what is written there is removed again. Training state is the same afterwards as if only
+    the steps had run.
+    """
+    group = new_cpu_group(GRACE_S + budget_s)
+    peers = Peers(group)
+    owner = _first_of_host(rank)
+    existed = directory.exists()
+    peers.all(True)  # every rank has looked before the first one makes it
+    directory.mkdir(parents=True, exist_ok=True)
+    session = _Session(model, optimizer, run_step, directory, rank, world, device, steps, emit, budget_s, peers)
+    try:
+        session.run(savers(device) if configurations is None else configurations)
+    finally:
+        for save in session.saves if owner else ():
+            save.remove()
+        if owner and not existed and not any(directory.iterdir()):
+            directory.rmdir()
+    end_group(group)
+    return session.rows, session.step_rows
+
+
+@dataclass
+class _Save:
+    """One configuration's save as it went."""
+
+    row: CheckpointRow
+    folder: Path
+    reference: Snapshot | None  # what the checkpoint must hold
+    window: list[float] = field(default_factory=list)
+
+    @property
+    def scratch(self) -> Path:
+        """Where a configuration may write before it is measured."""
+        return self.folder.with_name(f"{self.folder.name}-start")
+
+    def remove(self) -> None:
+        """Delete what was written; a file that cannot be deleted stays and keeps the parent folder."""
+        for folder in (self.folder, self.scratch):
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+@dataclass
+class _Session:
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    run_step: Callable[[], float]
+    directory: Path
+    rank: int
+    world: int
+    device: torch.device
+    steps: int
+    emit: Emit
+    budget_s: float
+    peers: Peers
+    rows: list[CheckpointRow] = field(default_factory=list)
+    step_rows: list[StepRow] = field(default_factory=list)
+    saves: list[_Save] = field(default_factory=list)
+    control: list[float] = field(default_factory=list)
+    started: float = field(default_factory=time.perf_counter)
+
+    def run(self, configurations: list[Saver]) -> None:
+        """Measure one configuration after the other, then work out the stalls from all control steps."""
+        token = int(self.peers.max(time.time_ns() // 1000 if self.rank == 0 else 0))
+        for index, saver in enumerate(configurations):
+            if reason := self._why_not(saver):
+                self._row(saver.name, "save", ok=False, note=f"not run: {reason}")
+                continue
+            self._control()
+            self._measure(saver, self.directory / f"{token}-{index:02d}-{saver.name.replace(':', '-')}")
+        if any(s.window for s in self.saves):
+            self._control()
+        for save in self.saves:
+            self._fill_stall(save)
+        self._name_best()
+
+    def _measure(self, saver: Saver, folder: Path) -> None:
+        save = self._save(saver, folder)
+        if save.row.ok:
+            self._load(saver, save)
+        _, problem = _attempt(saver.close)
+        if problem:
+            _note(save.row, f"closing: {problem}")
+        save.reference = None
+        self.peers.all(True)  # nobody reads any more
+        if _first_of_host(self.rank):
+            save.remove()
+
+    def _row(self, mode: str, op: Literal["save", "load"], *, ok: bool, note: str = "") -> CheckpointRow:
+        row = CheckpointRow(rank=self.rank, mode=mode, op=op, ok=ok, note=note)
+        self.rows.append(row)
+        return row
+
+    def _agree(self, row: CheckpointRow, problem: str) -> bool:
+        """Whether no rank has a problem; otherwise the row says whose it is."""
+        culprit = int(self.peers.max(self.rank if problem else -1))
+        if culprit < 0:
+            return True
+        row.ok = False
+        _note(row, problem or f"failed on rank {culprit}")
+        return False
+
+    # What may be tried
+
+    def _why_not(self, saver: Saver) -> str:
+        """Why this configuration is left out, the same on every rank; "" to run it."""
+        left = self.budget_s - self.peers.max(time.perf_counter() - self.started)
+        expected = max((r.total_ms or 0.0 for r in self.rows if r.ok and r.op == "save"), default=0.0)
+        expected += max((r.total_ms or 0.0 for r in self.rows if r.ok and r.op == "load"), default=0.0)
+        expected = self.peers.max(expected) / 1e3
+        if left <= 0 or expected > left:
+            left = max(left, 0.0)
+            return f"{left:.0f} s left of the checkpoint budget of {self.budget_s:.0f} s, {expected:.0f} s needed"
+        sizes, problem = _attempt(self._sizes)
+        culprit = int(self.peers.max(self.rank if sizes is None else -1))
+        if sizes is None or culprit >= 0:
+            return f"get_state_dict: {problem or f'failed on rank {culprit}'}"
+        return self._no_room(saver, self.peers.sum(sizes[0]), self.peers.max(sizes[1]))
+
+    def _sizes(self) -> tuple[float, int]:
+        """Bytes of this rank's part of the checkpoint, and of the state it holds."""
+        state = states.training_state(self.model, self.optimizer)
+        return states.stored_bytes(state, self.world), states.local_bytes(state)
+
+    def _no_room(self, saver: Saver, size: float, held: float) -> str:
+        """Disk, host memory or shared memory that is too small for a checkpoint of `size` and `held` bytes a rank."""
+        on_host = held * int(os.environ.get("LOCAL_WORLD_SIZE", self.world))
+        disk = self.peers.min(_free_disk(self.directory))
+        host = self.peers.min(_host_available())
+        shared = self.peers.min(_free_disk(Path("/dev/shm")))
+        if size / FASTEST_DISK > self.budget_s:
+            return f"{size / 1e9:.1f} GB take longer than the budget of {self.budget_s:.0f} s on any disk"
+        if size * 1.05 + DISK_RESERVE > disk:
+            return f"{size / 1e9:.1f} GB needed, {disk / 1e9:.1f} GB free on disk"
+        if on_host * saver.host_copies > 0.8 * host:
+            return f"{on_host * saver.host_copies / 1e9:.1f} GB of host memory needed, {host / 1e9:.1f} GB available"
+        if saver.shared and on_host * 1.05 > shared:
+            return f"{on_host / 1e9:.1f} GB needed in /dev/shm, {shared / 1e9:.1f} GB free"
+        return ""
+
+    # Steps
+
+    def _step(self, role: Role) -> float:
+        start_ns = time.time_ns()
+        ms = self.run_step()
+        self.step_rows.append(StepRow(rank=self.rank, step=len(self.step_rows), role=role, ms=ms, start_ns=start_ns))
+        return ms
+
+    def _control(self) -> None:
+        """Steps with nothing beside them; fewer where they would eat the budget."""
+        done = 0
+        while done < self.steps:
+            self.emit("control steps", done, self.steps)
+            self.control.append(self._step("control"))
+            done += 1
+            if len(self.control) == 1:
+                slowest_s = self.peers.max(self.control[0]) / 1e3
+                self.steps = max(min(self.steps, int(0.05 * self.budget_s / max(slowest_s, 1e-6))), LEAST_STEPS)
+
+    # One save
+
+    def _save(self, saver: Saver, folder: Path) -> _Save:
+        state = states.training_state(self.model, self.optimizer)
+        reference, where = self._reference(state)
+        save = _Save(self._row(saver.name, "save", ok=True), folder, reference)
+        self.saves.append(save)
+        group = new_cpu_group(GRACE_S + self.budget_s)
+        self.emit(f"checkpoint {saver.name}: prepare", 0, 1)
+        note, problem = _attempt(partial(saver.prepare, state, save.scratch, group))
+        if self._agree(save.row, problem):
+            _note(save.row, note or "")
+            self._run_save(saver, save, group)
+        if save.row.ok:
+            end_group(group)  # after a failure a thread may still wait in it
+        _note(save.row, where)
+        return save
+
+    def _run_save(self, saver: Saver, save: _Save, group: Any) -> None:
+        _settle(self.device)
+        self.peers.all(True)
+        began = time.perf_counter()
+        pending, problem = _attempt(lambda: self._start(saver, save, group))
+        _settle(self.device)
+        save.row.blocked_ms = (time.perf_counter() - began) * 1e3
+        ended: list[float] = []
+        if pending is not None and pending.done is not None:
+            pending.done.add_done_callback(lambda _: ended.append(time.perf_counter()))
+        if not self.peers.any(bool(problem)):
+            self._follow(saver, save, pending or Pending())
+        problem = problem or _outcome(pending)
+        if not self._agree(save.row, problem):
+            return
+        end = ended[0] if ended else None
+        save.row.total_ms = save.row.blocked_ms if end is None else (end - began) * 1e3
+        save.row.bytes = _written(save.folder, self.rank)
+
+    def _start(self, saver: Saver, save: _Save, group: Any) -> Pending:
+        state = states.training_state(self.model, self.optimizer)
+        pending = saver.save(state, save.folder, group)
+        if pending.staged is not None:
+            self._protect(pending, save.row)
+        return pending
+
+    def _protect(self, pending: Pending, row: CheckpointRow) -> None:
+        """Keep the state unchanged until it is copied: wait before the optimizer's update, or now if forward writes."""
+        staged = pending.staged
+        assert staged is not None
+        handles: list[Any] = []
+        hook = getattr(self.optimizer, "register_step_pre_hook", None)
+        if hook is None or _has_stored_buffers(self.model):
+            wait([staged], GRACE_S)
+            _note(row, "waits for the copy at once, as the forward pass may write buffers")
+            return
+
+        def before_update(*_: object) -> None:
+            wait([staged], GRACE_S)
+            handles.pop().remove()
+
+        handles.append(hook(before_update))
+        _note(row, "waits for the copy before the optimizer's update")
+
+    def _follow(self, saver: Saver, save: _Save, pending: Pending) -> None:
+        """Train on until the save is durable on every rank, `steps` steps at least, and not beyond the budget."""
+        role: Role = "save_sync" if pending.done is None else "save_async"
+        limit = max(self.started + self.budget_s, time.perf_counter() + 0.25 * self.budget_s)
+        while True:
+            self.emit(f"checkpoint {saver.name}", len(save.window), max(self.steps, len(save.window) + 1))
+            save.window.append(self._step(role))
+            if len(save.window) < self.steps:
+                continue
+            if self.peers.all(pending.done is None or pending.done.done()):
+                return
+            if self.peers.any(time.perf_counter() > limit):
+                _note(save.row, "not finished within the budget; the remaining time is waited for, not trained")
+                return
+
+    def _reference(self, state: Tree) -> tuple[Snapshot | None, str]:
+        """A copy of the state to compare with, on the device if two copies fit there, and a note if it is elsewhere."""
+        import torch
+
+        held = self.peers.max(states.local_bytes(state))
+        if 2.3 * held < self.peers.min(_device_room(self.device)):
+            return states.snapshot(state), ""
+        on_host = held * int(os.environ.get("LOCAL_WORLD_SIZE", self.world))
+        if 2.5 * on_host < self.peers.min(_host_available()):
+            return states.snapshot(state, torch.device("cpu")), "compared with a copy in host memory"
+        return None, "not compared: no memory for a second copy of the state"
+
+    # One load
+
+    def _load(self, saver: Saver, save: _Save) -> None:
+        row = self._row(saver.name, "load", ok=True, note="files in the page cache")
+        state = states.training_state(self.model, self.optimizer)
+        held = self.peers.max(states.local_bytes(state))
+        parts = int(held // (0.8 * max(self.peers.min(_device_room(self.device)), 1.0))) + 1
+        if parts > MOST_PARTS:
+            row.ok, row.note = False, "not run: no device memory to load into"
+            return
+        total = 0.0
+        wrong: list[str] = []
+        target: Tree = {}
+        for paths in states.in_parts(state, parts):
+            self.emit(f"load {saver.name}", 0, parts)
+            target = {}
+            made, problem = _attempt(partial(states.blank, states.subtree(state, paths)))
+            if not self._agree(row, problem):
+                return
+            target = made or {}
+            ms, problem = self._timed(partial(self._read, target, save.folder))
+            if not self._agree(row, problem):
+                return
+            total += ms
+            if save.reference is not None:
+                wrong += save.reference.part(paths).differences(target)
+        row.total_ms = row.blocked_ms = total
+        row.bytes = states.local_bytes(state)
+        row.identical = None if save.reference is None else not wrong
+        self._note_load(row, wrong, parts)
+        if isinstance(saver, Sync) and parts == 1 and self.peers.all(row.identical is True):
+            self._restore(row, state, target)
+
+    def _note_load(self, row: CheckpointRow, wrong: list[str], parts: int) -> None:
+        if parts > 1:
+            _note(row, f"loaded in {parts} parts: no device memory for a whole second copy")
+        if wrong:
+            _note(row, f"{len(wrong)} values differ, first {wrong[0]}")
+
+    def _read(self, target: Tree, folder: Path) -> None:
+        from torch.distributed.checkpoint.state_dict_loader import load
+
+        load(target, checkpoint_id=folder, process_group=self.peers.group)
+
+    def _restore(self, row: CheckpointRow, state: Tree, target: Tree) -> None:
+        """Time set_state_dict with the state that training holds now, so that it goes on unchanged."""
+        from torch.distributed.checkpoint.state_dict import set_state_dict
+
+        now = states.renewed(target, state)
+        ms, problem = self._timed(
+            lambda: set_state_dict(
+                self.model, self.optimizer, model_state_dict=now["model"], optim_state_dict=now["optim"]
+            )
+        )
+        if not self._agree(row, problem):
+            return
+        _note(row, f"dcp.load {row.total_ms or 0:.0f} ms, set_state_dict {ms:.0f} ms")
+        row.total_ms = row.blocked_ms = (row.total_ms or 0.0) + ms
+        self._step("warmup")
+
+    def _timed(self, work: Callable[[], object]) -> tuple[float, str]:
+        _settle(self.device)
+        self.peers.all(True)
+        began = time.perf_counter()
+        _, problem = _attempt(work)
+        _settle(self.device)
+        return (time.perf_counter() - began) * 1e3, problem
+
+    # Results
+
+    def _fill_stall(self, save: _Save) -> None:
+        if not save.row.ok or not save.window:
+            return
+        result = stall(self.control, save.window, save.row.blocked_ms or 0.0)
+        save.row.stall_ms, save.row.stall_low_ms, save.row.stall_high_ms = result
+        usual = median(self.control)
+        _note(save.row, f"{len(save.window)} steps around it, {len(self.control)} control steps of {usual:.2f} ms")
+
+    def _name_best(self) -> None:
+        """Mark the asynchronous save with the smallest stall on its slowest rank among those that restored exactly."""
+        exact = {r.mode for r in self.rows if r.op == "load" and r.ok and r.identical}
+        stalls: list[tuple[float, CheckpointRow]] = []
+        for save in self.saves:
+            usable = save.row.mode.startswith("async") and save.row.stall_ms is not None and save.row.mode in exact
+            if self.peers.all(usable):
+                stalls.append((self.peers.max(save.row.stall_ms or 0.0), save.row))
+        if stalls:
+            best = min(stalls, key=lambda s: s[0])[1]
+            best.note = "; ".join(filter(None, (f"best of {len(stalls)} async configurations", best.note)))
+
+
+def _attempt(work: Callable[[], T]) -> tuple[T | None, str]:
+    """The result, or None and what went wrong in one line; torch's errors come in every class."""
+    try:
+        return work(), ""
+    except Exception as error:
+        return None, _words(error)
+
+
+def _words(error: BaseException) -> str:
+    failures = getattr(error, "failures", None)  # CheckpointException: rank -> (exception, traceback)
+    if isinstance(failures, dict) and failures:
+        rank, wrapped = next(iter(failures.items()))
+        cause = wrapped[0] if isinstance(wrapped, tuple) else wrapped
+        return f"rank {rank}: {_words(cause)}"
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return scrub(f"{type(error).__name__}: {lines[0] if lines else 'no message'}")[:300]
+
+
+def _outcome(pending: Pending | None) -> str:
+    """Wait for an asynchronous save; "" when it ended well."""
+    if pending is None or pending.done is None:
+        return ""
+    done, _ = wait([pending.done], GRACE_S)
+    if not done:
+        return f"not finished {GRACE_S:.0f} s after the checkpoint budget"
+    error = pending.done.exception()
+    return "" if error is None else _words(error)
+
+
+def _has_stored_buffers(model: nn.Module) -> bool:
+    """Whether a checkpoint holds buffers, such as running means, beside the parameters."""
+    return any(
+        buffer is not None and name not in module._non_persistent_buffers_set
+        for module in model.modules()
+        for name, buffer in module._buffers.items()
+    )
+
+
+def _note(row: CheckpointRow, text: str) -> None:
+    row.note = "; ".join(filter(None, (row.note, text)))
+
+
+def _settle(device: torch.device) -> None:
+    import torch
+
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _device_room(device: torch.device) -> float:
+    """Bytes that could still be allocated where the model lives."""
+    import torch
+
+    if device.type != "cuda":
+        return 0.5 * _host_available()
+    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return float(torch.cuda.mem_get_info(device)[0] + cached)
+
+
+def _host_available() -> float:
+    """Bytes of host memory left: the machine's, or what a cgroup limit leaves after this host's ranks."""
+    import psutil
+
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    limit = memory_limit()
+    free = float(psutil.virtual_memory().available)
+    return free if limit is None else min(free, limit - float(psutil.Process().memory_info().rss) * ranks)
+
+
+def _free_disk(path: Path) -> float:
+    return float(shutil.disk_usage(path).free) if path.exists() else 0.0
+
+
+def _first_of_host(rank: int) -> bool:
+    return int(os.environ.get("LOCAL_RANK", rank)) == 0
+
+
+def _written(folder: Path, rank: int) -> int:
+    """Bytes of this rank's files; the metadata counts for rank 0."""
+    mine = sum(f.stat().st_size for f in folder.glob(f"__{rank}_*"))
+    return mine + (sum(f.stat().st_size for f in folder.glob(".metadata")) if rank == 0 else 0)
