@@ -199,7 +199,7 @@ def tui(
 
 def headless(runs: list[str], sample: str | None) -> None:
     """The text report of each run given, or a sentence on how to get one."""
-    from costlab.app.report.text import render_text
+    from costlab.app.report import render_text
 
     if not runs and sample is None:
         stop(
@@ -256,9 +256,7 @@ def report(
 
 
 def _render(view: RunReport, format: Format) -> str:
-    from costlab.app.report.json import render_json
-    from costlab.app.report.markdown import render_markdown
-    from costlab.app.report.text import render_text
+    from costlab.app.report import render_json, render_markdown, render_text
 
     if format is Format.json:
         return render_json(view).decode()
@@ -339,7 +337,7 @@ def import_command(
 def doctor() -> None:
     """Say what this machine has, what is missing, and what that means for a run."""
     from costlab.app.report.doctor import render_doctor
-    from costlab.probes.environment import doctor_lines
+    from costlab.probes.doctor import doctor_lines
 
     typer.echo(render_doctor(doctor_lines()))
 

@@ -400,9 +400,11 @@ class _Session:
 
 def _attempt(work: Callable[[], T]) -> tuple[T | None, str]:
     """The result, or None and what went wrong in one line; torch's errors come in every class."""
+    from torch.distributed.checkpoint.api import CheckpointException  # no subclass of Exception
+
     try:
         return work(), ""
-    except Exception as error:
+    except (Exception, CheckpointException) as error:
         return None, _words(error)
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from costlab.probes.records import CollectiveRow, KernelRow, MissRow, PartRow, SpanRow, StepRow
 
 if TYPE_CHECKING:
+    from costlab.probes.fusion.model import FusionTrace
     from costlab.probes.steps import Trainer
     from costlab.probes.worker import RankRun
 
@@ -50,9 +51,21 @@ def profile_steps(run: RankRun, trainer: Trainer) -> Profile:
         compiled=run.spec.compile != "none",
     )
     collectives, parts = rows(trace, run.rank)
-    if not run.spec.keep_raw:
+    if run.spec.keep_raw:
+        keep_fusion(run, fusion)
+    else:
         path.unlink()
     return Profile(steps, collectives, parts, spans, misses, kernels)
+
+
+def keep_fusion(run: RankRun, fusion: FusionTrace) -> None:
+    """Keep the fusion trace beside the Kineto trace, so that both can be read again by a later costlab."""
+    import gzip
+
+    import msgspec
+
+    path = run.run_dir / "raw" / f"rank-{run.rank:05d}.fusion.json.gz"
+    path.write_bytes(gzip.compress(msgspec.json.encode(fusion)))
 
 
 def record(run: RankRun, trainer: Trainer, path: Path) -> list[StepRow]:

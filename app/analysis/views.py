@@ -192,9 +192,9 @@ class CollectiveView(View, frozen=True, kw_only=True):
     group_size: int
     dtype: str
     calls: float  # per step
-    bytes_in: int  # one call
-    bytes_out: int
-    bytes_step: int  # one rank, per step: the larger of in and out, all calls
+    bytes_in: int | None  # one call; None where the trace does not say
+    bytes_out: int | None
+    bytes_step: int | None  # one rank, per step: the larger of in and out, all calls
     ms: float  # per step, mean over ranks, wait included
     transfer_ms: float | None  # minimum over ranks, summed; null with one rank recorded
     wait_ms: float | None
@@ -262,6 +262,7 @@ class BreakView(View, frozen=True, kw_only=True):
     source: str
     count: int = 1
     compile_id: str = ""
+    seconds: float | None = None  # compile time of the recompiles, all together
 
 
 class CacheView(View, frozen=True, kw_only=True):

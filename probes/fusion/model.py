@@ -27,7 +27,9 @@ class KernelSpan:
     """One scheduled kernel."""
 
     name: str  # as the profiler shows it; "" where Inductor gave none
-    kind: str  # pointwise reduction template extern foreach collective wait copy device_copy layout_copy user_triton nop
+    kind: (
+        str  # pointwise reduction template extern foreach collective wait copy device_copy layout_copy user_triton nop
+    )
     layer: str  # FQN relative to the graph's frame root that owns most of its bytes
     layers: list[str] = field(default_factory=list)
     ops: list[str] = field(default_factory=list)
@@ -37,6 +39,10 @@ class KernelSpan:
     flops: int = 0
     device: str = ""
     aliases: list[str] = field(default_factory=list)  # further kernels of the same span (split reductions)
+    actual: int = 0  # modelled traffic of a fusible kernel, what the fusion rate is taken over
+    addressable_lost: int = 0
+    structural_lost: int = 0
+    main_cause: str = ""
 
 
 @dataclass(slots=True)
@@ -49,6 +55,10 @@ class LayerTraffic:
     ops: int = 0
     extern: int = 0
     fallback: int = 0
+    read: int = 0  # actual = read + written
+    written: int = 0
+    module_class: str = ""
+    crossing: int = 0  # bytes of fusible results that the user's code receives from the graph
 
 
 @dataclass(slots=True)
@@ -66,6 +76,37 @@ class GraphSpan:
     hook_seconds: float = 0.0
     superseded: bool = False  # a newer recompile of the same frame replaced it
     hard: dict[str, list[str]] = field(default_factory=dict)  # layer -> causes that make it broken whatever the rate
+    resumed_at: str = ""  # file.py:line where the frame continues after a graph break, "" for a frame from its start
+
+
+@dataclass(slots=True)
+class GraphBreak:
+    """One graph break as the tracer reported it."""
+
+    reason: str
+    frames: list[str] = field(default_factory=list)  # file.py:line of the user's stack, outermost first
+    count: int = 0
+    layer: str = ""  # FQN of the module whose frame was cut, where it can be told
+
+    @property
+    def source(self) -> str:
+        """The innermost line of the user's code."""
+        return self.frames[-1] if self.frames else ""
+
+
+@dataclass(slots=True)
+class AntiPattern:
+    """Code that costs fusion, found in the user's model."""
+
+    kind: str  # one of antipatterns.KINDS
+    layer: str  # FQN from the model's top
+    source: str  # file.py:line
+    text: str
+    mend: str
+    bytes: int = 0  # modelled traffic per call of the graph that the mend removes; 0 where there is none to remove
+    phase: str = ""
+    ops: str = ""
+    count: int = 1
 
 
 @dataclass(slots=True)
@@ -78,3 +119,6 @@ class FusionTrace:
     errors: dict[str, int] = field(default_factory=dict)
     hook_seconds: float = 0.0
     compile_seconds: float = 0.0
+    breaks: list[GraphBreak] = field(default_factory=list)
+    antipatterns: list[AntiPattern] = field(default_factory=list)
+    module_types: dict[str, str] = field(default_factory=dict)  # FQN -> class, where a graph named it

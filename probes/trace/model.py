@@ -1,4 +1,4 @@
-"""What a rank's trace is turned into, whatever recorded it. Plain values; times in microseconds of the trace's clock."""
+"""What a rank's trace is turned into, whatever recorded it. Plain values; times in us of the trace's clock."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ class Collective:
     step: int
     seq: int
     group: str
-    group_size: int
+    group_size: int  # 0: the trace does not say
     dtype: str
-    bytes_in: int
-    bytes_out: int
+    bytes_in: int | None  # None: the trace does not say
+    bytes_out: int | None
     exposed: float = 0.0
     layer: str = ""
     phase: str = ""

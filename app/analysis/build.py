@@ -1,0 +1,143 @@
+"""From a run directory to its report: one module a section; a section that cannot be made is named in the notes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, TypeVar
+
+import msgspec
+
+from costlab.app.analysis.checkpoint import checkpoint_view
+from costlab.app.analysis.compilation import compile_view
+from costlab.app.analysis.cost import Plan, cost_view
+from costlab.app.analysis.energy import energy_view
+from costlab.app.analysis.frames import real, whole
+from costlab.app.analysis.fusion import fusion_view
+from costlab.app.analysis.info import run_info
+from costlab.app.analysis.memory import memory_view
+from costlab.app.analysis.steps import steps_view
+from costlab.app.analysis.views import (
+    CheckpointView,
+    CollectivesView,
+    CompileView,
+    CostView,
+    FusionView,
+    RunReport,
+    StepsView,
+)
+from costlab.app.analysis.waterfall import waterfall_view
+from costlab.app.text import plain
+from costlab.probes import records as rec
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from costlab.app.store import Run
+
+T = TypeVar("T")
+
+
+def build_report(run: Run) -> RunReport:
+    """Everything known about `run`, findings included. Reads its tables; raises nothing for what is missing in them."""
+    return _Builder(run).report()
+
+
+class _Builder:
+    """The inputs of all sections; tables are read once by the run."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self.spec = run.manifest.spec
+        self.facts = run.manifest.workload or rec.WorkloadFacts()
+        self.environment = run.manifest.environment or rec.Environment()
+        self.ranks = run.manifest.ranks or len(run.rank_directories)
+
+    def table(self, row: type[rec.Row], ranks: tuple[int, ...] | None = None) -> pd.DataFrame:
+        return self.run.table(row.table, row, ranks)
+
+    def section(self, name: str, make: Callable[[], T]) -> T | None:
+        """`make()`; an error in it costs this section and is noted, since the other sections are still worth having."""
+        try:
+            return make()
+        except Exception as error:
+            self.run.note(f"{name}: could not be analysed ({type(error).__name__}: {plain(error, 160)})")
+            return None
+
+    def report(self) -> RunReport:
+        from costlab.app.diagnosis import diagnose
+
+        steps = self.section("steps", self.steps)
+        collectives = self.section("collectives", self.collectives)
+        checkpoint = self.section("checkpoint", self.checkpoint)
+        report = RunReport(
+            run=run_info(self.run.manifest, self.run.status, ()),
+            environment=self.environment,
+            steps=steps,
+            waterfall=self.section(
+                "waterfall", lambda: waterfall_view(self.table(rec.PartRow), steps, collectives, checkpoint)
+            ),
+            fusion=self.section("fusion", self.fusion),
+            collectives=collectives,
+            checkpoint=checkpoint,
+            compile=self.section("compile", lambda: self.compilation(steps)),
+            memory=self.section("memory", lambda: memory_view(self.table(rec.MemoryRow))),
+            energy=self.section("energy", lambda: energy_view(self.table(rec.PowerRow), self.ranks)),
+            cost=self.section("cost", lambda: self.cost(steps, checkpoint)),
+        )
+        findings = self.section("findings", lambda: diagnose(report, self.run.note)) or []
+        info = run_info(self.run.manifest, self.run.status, self.run.notes)
+        return msgspec.structs.replace(report, run=info, findings=findings)
+
+    def steps(self) -> StepsView | None:
+        return steps_view(self.table(rec.StepRow), self.facts, self.ranks)
+
+    def collectives(self) -> CollectivesView | None:
+        from costlab.app.analysis.collectives import collectives_view
+
+        profiled = self.table(rec.PartRow)
+        rows = self.table(rec.CollectiveRow)
+        if rows.empty and profiled.empty:
+            return None
+        return collectives_view(
+            rows,
+            expected_bytes=self.facts.expected_comm_bytes,
+            formula=self.facts.expected_comm_formula,
+            steps=int(profiled.step.nunique() if len(profiled) else rows.step.nunique()),
+            clock_uncertainty_us=real(self.run.manifest.extra.get("clock_uncertainty_us")),
+        )
+
+    def fusion(self) -> FusionView | None:
+        """Of the lowest rank that has spans: all ranks compile the same model, and reading all would cost memory."""
+        ranks = sorted(self.run.rank_directories)
+        first = next((r for r in ranks if (self.run.rank_directories[r] / "spans.parquet").is_file()), None)
+        chosen = (first,) if first is not None else tuple(ranks[:1])
+        note = f"read from rank {chosen[0]}" if chosen and self.ranks > 1 else ""
+        view = fusion_view(
+            self.table(rec.SpanRow, chosen),
+            self.table(rec.MissRow, chosen),
+            self.table(rec.KernelRow, chosen),
+            self.facts,
+        )
+        if view is None:
+            return None
+        return msgspec.structs.replace(view, note="; ".join(n for n in (view.note, note) if n))
+
+    def checkpoint(self) -> CheckpointView | None:
+        return checkpoint_view(self.table(rec.CheckpointRow), whole(self.spec.get("checkpoint_every")) or 0)
+
+    def compilation(self, steps: StepsView | None) -> CompileView | None:
+        return compile_view(
+            self.table(rec.CompileRow),
+            self.table(rec.MemoryRow),
+            steps.step_ms.value if steps else None,
+            whole(self.spec.get("run_steps")) or 0,
+            self.spec.get("compile", "none") != "none",
+        )
+
+    def cost(self, steps: StepsView | None, checkpoint: CheckpointView | None) -> CostView:
+        plan = Plan(
+            price=real(self.spec.get("price_per_gpu_hour")),
+            price_note=str(self.spec.get("price_note") or ""),
+            run_steps=whole(self.spec.get("run_steps")) or 0,
+        )
+        return cost_view(self.environment, self.facts, self.ranks, steps, checkpoint, plan)

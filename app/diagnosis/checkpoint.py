@@ -1,0 +1,87 @@
+"""Saves that stop training, and saves that cannot be trusted."""
+
+from __future__ import annotations
+
+from costlab.app.analysis.checkpoint import best_save, stall_ms
+from costlab.app.analysis.views import CheckpointLine, Finding
+from costlab.app.diagnosis.rule import Context
+from costlab.app.figures import interval, ms, seconds
+
+STALL_SHARE = 0.003  # of the step, the saving spread over the checkpoint interval
+_ASYNC = "async:"
+
+
+def stall(context: Context) -> list[Finding]:
+    """Another way of saving stalls less than the synchronous one, by at least 0.3 % of the step."""
+    view = context.report.checkpoint
+    plain = next((c for c in view.lines if c.op == "save" and c.mode == "sync"), None) if view else None
+    best = best_save(view.lines) if view else None
+    if view is None or plain is None or best is None or best is plain or not view.every_steps:
+        return []
+    before, after = stall_ms(plain), max(stall_ms(best) or 0.0, 0.0)
+    if before is None:
+        return []
+    saved = (before - after) / view.every_steps
+    if (context.share_of(saved) or 0.0) < STALL_SHARE:
+        return []
+    return [
+        context.finding(
+            "checkpoint-stall",
+            f"A synchronous save stops training for {seconds(before / 1e3)}; {_words(best)} for {seconds(after / 1e3)}",
+            [
+                f"synchronous save: {_measured(plain)}; one in {view.every_steps:,} steps makes that "
+                f"{ms(before / view.every_steps)} a step",
+                f"{_words(best)}: {_measured(best)}, durable after {ms(best.total_ms)}",
+                f"note: {best.note}" if best.note else "",
+            ],
+            f"Save with {_call(best.mode.removeprefix(_ASYNC))}; wait for the returned future before the next save.",
+            saves_ms=saved,
+            source="measured",
+            how=f"difference of the two measured stalls / {view.every_steps:,} steps; not part of a plain step",
+            proves=f"--checkpoint-steps {2 * int(context.option('checkpoint_steps', 8))}",
+        )
+    ]
+
+
+def _call(configuration: str) -> str:
+    """The call of torch.distributed.checkpoint that saves this way."""
+    known = {
+        "default": "async_save(state, checkpoint_id=path)",
+        "pinned": "async_save(..., async_stager=BlockingAsyncStager(cache_staged_state_dict=True)), the stager kept",
+        "background": "async_save(..., async_stager=DefaultStager(StagingOptions(use_pinned_memory=False, "
+        "use_async_staging=True))) and staging awaited before optimizer.step()",
+        "background-pinned": "async_save(..., async_stager=DefaultStager(StagingOptions(use_pinned_memory=True, "
+        "use_async_staging=True))) and staging awaited before optimizer.step()",
+        "process": "async_save(..., async_checkpointer_type=AsyncCheckpointerType.PROCESS)",
+    }
+    return f"torch.distributed.checkpoint: {known.get(configuration, f'configuration {configuration!r}')}"
+
+
+def _words(line: CheckpointLine) -> str:
+    return f"asynchronous ({line.mode.removeprefix(_ASYNC)})" if line.mode.startswith(_ASYNC) else line.mode
+
+
+def _measured(line: CheckpointLine) -> str:
+    return f"stall {ms(stall_ms(line))} {interval(line.stall)}".rstrip()
+
+
+def damaged(context: Context) -> list[Finding]:
+    """A save or load failed, or gave back something else than was saved."""
+    view = context.report.checkpoint
+    bad = [c for c in view.lines if _failed(c) or c.identical is False] if view else []
+    return [
+        context.finding(
+            "checkpoint-damaged",
+            f"The {c.op} '{c.mode}' {'failed' if _failed(c) else 'gave back other values than were saved'}",
+            [c.note or "no reason was recorded"],
+            "Do not rely on this way of saving until a restored state compares equal bit by bit.",
+            severity="high" if c.identical is False else "medium",
+            source="measured",
+        )
+        for c in bad
+    ]
+
+
+def _failed(line: CheckpointLine) -> bool:
+    """A way of saving that was left out, for want of memory or time, has not failed."""
+    return not line.ok and not line.note.startswith("not run")

@@ -1,0 +1,142 @@
+"""What compilation leaves undone or costs too much: eager runs, graph breaks, recompiles, cold caches."""
+
+from __future__ import annotations
+
+from costlab.app.analysis.views import BreakView, CacheView, Finding
+from costlab.app.diagnosis.rule import Context
+from costlab.app.figures import ms, seconds
+
+MOST = 3  # findings of one rule
+AMORTISED_SHARE = 0.02
+
+
+def uncompiled(context: Context) -> list[Finding]:
+    """The run was eager."""
+    if context.compiled or not context.report.run.compile:
+        return []
+    memory, launch = context.parts.get("memory-bound kernels", 0.0), context.parts.get("idle: launch", 0.0)
+    per_block = "torch.compile on each block before sharding (block.compile())"
+    return [
+        context.finding(
+            "uncompiled",
+            "The model runs eager: nothing is fused",
+            [
+                f"memory-bound kernels: {context.of_step(memory)}" if memory else "",
+                f"idle waiting for launches: {context.of_step(launch)}" if launch else "",
+            ],
+            f"Compile it: {per_block}; with FSDP2 the whole model cannot be one graph, blocks can.",
+            severity="high" if (context.share_of(memory + launch) or 1.0) >= 0.1 else "medium",
+            how="no model predicts what fusion brings here: the re-run measures it",
+            proves="--compile block",
+        )
+    ]
+
+
+def graph_breaks(context: Context) -> list[Finding]:
+    """Each graph break with its source line."""
+    view = context.report.compile
+    if view is None:
+        return []
+    return [_graph_break(context, b, len(view.breaks)) for b in view.breaks[:MOST]]
+
+
+def _graph_break(context: Context, item: BreakView, count: int) -> Finding:
+    return context.finding(
+        "graph-break",
+        f"The graph breaks{f' at {item.source}' if item.source else ''}: {item.reason or 'no reason recorded'}",
+        [
+            f"seen {item.count} time{'s' if item.count > 1 else ''}"
+            + (f" in frame {item.compile_id}" if item.compile_id else ""),
+            f"{count} different breaks in all, the first {MOST} are shown" if count > MOST else "",
+        ],
+        "Move that call out of the compiled function, or replace it by one that can be traced: no print, .item(), "
+        "data-dependent branch or unsupported library call inside a block.",
+        severity="medium",
+        how="not modelled: tensors that cross the break are counted with the fusion losses",
+        where=item.source,
+    )
+
+
+def recompiles(context: Context) -> list[Finding]:
+    """Each guard that made a frame compile again."""
+    view = context.report.compile
+    if view is None:
+        return []
+    return [_recompile(context, r) for r in view.recompiles[:MOST]]
+
+
+def _recompile(context: Context, item: BreakView) -> Finding:
+    cost = f", {seconds(item.seconds)} of compiling" if item.seconds else ""
+    return context.finding(
+        "recompiles",
+        f"{item.source or 'A frame'} was compiled again because a guard failed",
+        [f"guard: {item.reason}", f"{item.count} time{'s' if item.count > 1 else ''} in the recorded steps{cost}"],
+        "If the shape really varies, mark the dimension dynamic (torch._dynamo.mark_dynamic(x, dim)) or pad to a few "
+        "fixed sizes; if a Python number or flag varies, make it a tensor or keep it constant.",
+        severity="medium" if item.count > 1 else "low",
+        how="not modelled: how often the guard fails later in the run is not known",
+        where=item.source,
+    )
+
+
+def cost(context: Context) -> list[Finding]:
+    """Compiling, spread over the planned run, is at least 2 % of a step."""
+    view, steps = context.report.compile, int(context.option("run_steps", 0) or 0)
+    if view is None or view.amortised_ms is None or view.cold_s is None or not steps:
+        return []
+    if (context.share_of(view.amortised_ms) or 0.0) < AMORTISED_SHARE:
+        return []
+    warm = (view.warm_s.value or 0.0) * 1e3 / steps if view.warm_s else 0.0
+    return [
+        context.finding(
+            "compile-cost",
+            f"Compiling takes {seconds(view.cold_s.value)}, too long for a run of {steps:,} steps",
+            [
+                f"spread over the run: {context.of_step(view.amortised_ms)}",
+                f"with warm caches: {seconds(view.warm_s.value)}" if view.warm_s else "",
+            ],
+            "Keep the compile caches between runs: TORCHINDUCTOR_CACHE_DIR on storage that survives, or "
+            "torch.compiler.save_cache_artifacts / load_cache_artifacts in the image.",
+            saves_ms=view.amortised_ms - warm,
+            how="(cold - warm compile time) / steps of the run",
+        )
+    ]
+
+
+def cold_cache(context: Context) -> list[Finding]:
+    """A cache that never hits in the warm run."""
+    view = context.report.compile
+    if view is None:
+        return []
+    return [_cold(context, name, rows) for name, rows in _never(view.caches).items()]
+
+
+def _never(caches: list[CacheView]) -> dict[str, list[CacheView]]:
+    """Cache -> its rows of the ranks on which the warm run asked it and never hit."""
+    out: dict[str, list[CacheView]] = {}
+    for row in caches:
+        if row.run == "warm" and not row.hit and row.miss + row.bypass:
+            out.setdefault(row.cache, []).append(row)
+    return out
+
+
+def _cold(context: Context, name: str, rows: list[CacheView]) -> Finding:
+    view, steps = context.report.compile, int(context.option("run_steps", 0) or 0)
+    lost = view.warm_s.value if view and view.warm_s else None
+    bypassed = sum(r.bypass for r in rows) > sum(r.miss for r in rows)
+    return context.finding(
+        "cache-misses",
+        f"The {name} cache never hits, so every start compiles again",
+        [
+            *(f"rank {r.rank}: {r.hit} hits, {r.miss} misses, {r.bypass} bypasses" for r in rows[:MOST]),
+            f"the warm start still compiles for {seconds(lost)}" if lost else "",
+        ],
+        "The graph cannot be cached: custom operators without a cache key, or a pass given as a plain function; "
+        "give it a uuid (CustomGraphPass)."
+        if bypassed
+        else "Something in the graph's key changes from start to start: constants captured from Python, rank numbers, "
+        "paths, time stamps; or the cache folder (TORCHINDUCTOR_CACHE_DIR) is not kept.",
+        saves_ms=lost * 1e3 / steps if lost and steps else None,
+        how=f"upper bound: warm compile time / steps of the run ({ms(lost * 1e3)})" if lost and steps else "",
+        severity="low",
+    )

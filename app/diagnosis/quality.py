@@ -1,0 +1,46 @@
+"""How far the trace can be trusted."""
+
+from __future__ import annotations
+
+from costlab.app.analysis.views import Finding
+from costlab.app.diagnosis.rule import Context
+from costlab.app.figures import ms, share
+
+QUALITY, SLOWER = 0.9, 1.5
+
+
+def trace(context: Context) -> list[Finding]:
+    """Less than 90 % of kernel time has a span with a whole chain of parents."""
+    view = context.report.fusion
+    if view is None or view.quality is None or view.quality.value is None or view.quality.value >= QUALITY:
+        return []
+    return [
+        context.finding(
+            "trace-quality",
+            f"Only {share(view.quality.value)} of kernel time is tied to a layer",
+            [f"{view.quality.n or 0:,} kernel spans: {view.quality.how}", view.note],
+            "Read the fusion figures as a part of the step. A cold compile is needed for the fusion trace, and eager "
+            "layers have no spans.",
+            severity="info",
+            source="derived",
+        )
+    ]
+
+
+def profiler(context: Context) -> list[Finding]:
+    """Profiled steps are at least half as long again as plain ones."""
+    steps = context.report.steps
+    if steps is None or steps.profiled_ms is None or not context.step_ms:
+        return []
+    if steps.profiled_ms < SLOWER * context.step_ms:
+        return []
+    return [
+        context.finding(
+            "profiler-cost",
+            f"The profiler makes steps {steps.profiled_ms / context.step_ms:.1f} times as long",
+            [f"profiled step {ms(steps.profiled_ms)}, plain step {ms(context.step_ms)}"],
+            "Step times are those of plain steps; read the division of idle time by cause as approximate.",
+            severity="info",
+            source="measured",
+        )
+    ]

@@ -1,0 +1,81 @@
+"""Looks up why two operations of a schedule were not fused. Torch-free."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+from costlab.probes.fusion.causes import cause_of
+from costlab.probes.fusion.facts import GraphFacts
+
+_SHAPES = ("iteration_shape", "layout_mismatch", "backend_loop_mismatch")
+
+
+class Reasons:
+    """The scheduler's rejections of one graph, by pair of operations."""
+
+    def __init__(self, facts: GraphFacts) -> None:
+        self._facts = facts
+        self._first: dict[str, list[int]] = defaultdict(list)
+        self._second: dict[str, list[int]] = defaultdict(list)
+        for index, rejection in enumerate(facts.rejections):
+            for op in rejection.first:
+                self._first[op].append(index)
+            for op in rejection.second:
+                self._second[op].append(index)
+        self._above, self._below = self._reductions()
+
+    def _reductions(self) -> tuple[dict[str, int], dict[str, int]]:
+        """For every operation the reductions above and below it, as bit sets."""
+        ops = self._facts.ops
+        writer = {b: op.name for op in ops.values() for b in op.buffers}
+        bits = {op.name: 1 << i for i, op in enumerate(o for o in ops.values() if o.reduction)}
+        inputs = {o.name: {writer[r] for r in o.reads if r in writer and writer[r] != o.name} for o in ops.values()}
+        above: dict[str, int] = {}
+        below = dict.fromkeys(ops, 0)
+        for name in ops:
+            mask = 0
+            for i in inputs[name]:
+                mask |= above.get(i, 0) | bits.get(i, 0)
+            above[name] = mask
+        for name in reversed(ops):
+            for i in inputs[name]:
+                below[i] |= below[name] | bits.get(name, 0)
+        return above, below
+
+    def _last(self, first: str, second: str) -> int | None:
+        """Index of the last rejection of any two groups that held the two operations, in either order."""
+        pairs = set(self._first[first]) & set(self._second[second])
+        pairs |= set(self._first[second]) & set(self._second[first])
+        return max(pairs, default=None)
+
+    def why(self, first: str, second: str) -> tuple[str, str]:
+        """(cause, reason) for two operations by name."""
+        ops = self._facts.ops
+        one, two = ops.get(first), ops.get(second)
+        if one is None or two is None:
+            return "not_attempted", "the scheduler has no such pair"
+        if "extern" in (one.role, two.role):
+            return "extern_boundary", "one side is a library call"
+        index = self._last(first, second)
+        if index is None:
+            return "not_attempted", "the scheduler never tried the pair"
+        rejection = self._facts.rejections[index]
+        cause = cause_of(rejection.template)
+        if cause == "no_shared_data":
+            cause = "not_attempted"
+        if cause in _SHAPES and self._reduction_decides(cause, one.reduction, two.reduction):
+            cause = "reduction_shape"
+        if cause == "data_dependency" and self._reduction_between(first, second):
+            cause = "reduction_shape"
+        return cause, rejection.text
+
+    @staticmethod
+    def _reduction_decides(cause: str, first: bool, second: bool) -> bool:
+        """A loop mismatch with a reduction on one side is the reduction's shape, not the user's layout."""
+        if first and second:
+            return True
+        return first if cause == "iteration_shape" else cause == "layout_mismatch" and first != second
+
+    def _reduction_between(self, first: str, second: str) -> bool:
+        below, above = self._below, self._above
+        return bool(below[first] & above[second] or below[second] & above[first])

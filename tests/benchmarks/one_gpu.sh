@@ -1,0 +1,26 @@
+#!/usr/bin/env bash
+# Everything that needs one GPU, in one go: the presets, the comparison with a hand-written loop, the sample runs.
+# usage: one_gpu.sh RESULTS_FOLDER   (costlab installed for $PYTHON, default python3)
+set -uo pipefail
+out=$1
+python=${PYTHON:-python3}
+here=$(cd "$(dirname "$0")" && pwd)
+work=$(mktemp -d)
+export COSTLAB_HOME=$work/home
+costlab() { "$python" -m costlab.app "$@"; }
+timed() { local t=$SECONDS; "$@"; local rc=$?; echo "== $((SECONDS - t)) s, rc $rc: $*"; return $rc; }
+
+mkdir -p "$out"
+timed costlab doctor
+timed costlab run --preset 1b --ranks 1 --out "$work/llama-1b"
+timed costlab report "$work/llama-1b" -f text -o "$out/llama-1b.txt"
+timed costlab report "$work/llama-1b" -f json -o "$out/llama-1b.json"
+timed "$python" "$here/step_time.py" "$work/llama-1b" "$out"
+timed costlab run --preset resnet50 --ranks 1 --out "$work/resnet50"
+timed costlab run --preset 1b --ranks 1 --compile none --no-checkpoint --out "$work/llama-1b-eager"
+timed costlab run --preset gpt2 --ranks 1 --no-checkpoint --out "$work/gpt2"
+for name in llama-1b resnet50 llama-1b-eager gpt2; do
+    timed costlab report "$work/$name" -f text -o "$out/$name-report.txt"
+    timed "$python" "$here/pack_sample.py" "$work/$name" "h200-$name" "$out"
+done
+ls -l "$out"
