@@ -62,10 +62,10 @@ def root(
 @app.command(name="run")
 def run_command(
     context: typer.Context,
-    workload: Annotated[str, typer.Option("-w", help="llama, gpt2, resnet50, or path/to/file.py:make")] = "llama",
+    workload: Annotated[str, typer.Option("--workload", "-w", help="llama, gpt2, resnet50, or path/to/file.py:make")] = "llama",
     size: Annotated[str, typer.Option(help="Size of a built-in workload: tiny, small, medium, 1b, full")] = "tiny",
-    preset: Annotated[str | None, typer.Option("-p", help="smoke, small, 1b, resnet50, gpt2")] = None,
-    ranks: Annotated[int, typer.Option("-n", help="Ranks on this host; 0: one per GPU, or 2 on CPU")] = 0,
+    preset: Annotated[str | None, typer.Option("--preset", "-p", help="smoke, small, 1b, resnet50, gpt2")] = None,
+    ranks: Annotated[int, typer.Option("--ranks", "-n", help="Ranks on this host; 0: one per GPU, or 2 on CPU")] = 0,
     device: Annotated[str, typer.Option(help="auto, cuda or cpu")] = "auto",
     parallel: Annotated[str, typer.Option(help="ddp, fsdp (FSDP2) or hsdp")] = "fsdp",
     shard_size: Annotated[int, typer.Option(help="HSDP: ranks per shard group; 0: half of them")] = 0,
@@ -73,7 +73,7 @@ def run_command(
     compile_mode: Annotated[str, typer.Option(help="default, reduce-overhead, max-autotune-no-cudagraphs")] = "default",
     cudagraphs: Annotated[bool, typer.Option("--cudagraphs", help="Capture compiled regions in CUDA graphs")] = False,
     dtype: Annotated[str, typer.Option(help="fp32 or bf16 (parameters stay fp32)")] = "bf16",
-    batch: Annotated[int, typer.Option("-b", help="Samples per rank; 0: the size's default")] = 0,
+    batch: Annotated[int, typer.Option("--batch", "-b", help="Samples per rank; 0: the size's default")] = 0,
     seq: Annotated[int, typer.Option(help="Tokens per sample; 0: the size's default")] = 0,
     recompute: Annotated[str, typer.Option(help="Activation recomputation: none or block")] = "none",
     optimizer: Annotated[str, typer.Option(help="adamw or sgd")] = "adamw",
@@ -92,7 +92,7 @@ def run_command(
     node_rank: Annotated[int, typer.Option(help="This host's number")] = 0,
     rdzv_endpoint: Annotated[str, typer.Option(help="HOST:PORT of the first host")] = "",
     out: Annotated[Path | None, typer.Option(help="Run directory; default: a new one in the run store")] = None,
-    quiet: Annotated[bool, typer.Option("-q", help="No progress on stderr")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress on stderr")] = False,
 ) -> None:
     """Run a real workload on this machine, measure it, and print the run directory."""
     from costlab.probes.spec import SpecError
@@ -188,7 +188,7 @@ def tui(
 
         typer.echo("\n".join(sample_names()))
         return
-    if not (sys.stdin.isatty() and sys.stdout.isatty()):
+    if not (sys.stdin.isatty() and sys.stdout.isatty() and sys.stderr.isatty()):  # Textual draws on stderr
         headless(runs or [], sample)
         return
     from costlab.app.tui.app import run_tui
@@ -203,7 +203,7 @@ def headless(runs: list[str], sample: str | None) -> None:
 
     if not runs and sample is None:
         stop(
-            "no terminal to draw on (stdin or stdout is redirected); name a run to get its text report:"
+            "no terminal to draw on (stdin, stdout or stderr is redirected); name a run to get its text report:"
             " costlab tui last, or costlab report last --format text",
             Exit.USAGE,
         )
@@ -247,7 +247,7 @@ def _guard(work: Callable[[], T]) -> T:
 def report(
     run: Annotated[str, typer.Argument(help="Path, id, unique prefix, or 'last'")] = "last",
     format: Annotated[Format, typer.Option("--format", "-f", help="md, text or json")] = Format.md,
-    output: Annotated[Path | None, typer.Option("-o", help="File to write; default: stdout")] = None,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="File to write; default: stdout")] = None,
     force: Annotated[bool, typer.Option("--force", help="Overwrite the file")] = False,
 ) -> None:
     """Write a run's report as Markdown, text or JSON."""
@@ -305,15 +305,19 @@ def compare(
     base: Annotated[str, typer.Argument(help="Baseline run")],
     other: Annotated[str, typer.Argument(help="Run to compare with it")],
     format: Annotated[Format, typer.Option("--format", "-f", help="md, text or json")] = Format.text,
-    output: Annotated[Path | None, typer.Option("-o", help="File to write; default: stdout")] = None,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="File to write; default: stdout")] = None,
     force: Annotated[bool, typer.Option("--force", help="Overwrite the file")] = False,
 ) -> None:
     """Compare two runs: what moved, and by how much of the total."""
-    from costlab.app.analysis.compare import compare_reports
-    from costlab.app.report.compare import render_comparison
+    from costlab.app.analysis.compare import compare as compare_reports
+    from costlab.app.report import render_comparison_json, render_comparison_markdown, render_comparison_text
 
     view = compare_reports(load_report(base), load_report(other))
-    write_output(render_comparison(view, format.value), output, force=force)
+    if format is Format.json:
+        text = render_comparison_json(view).decode()
+    else:
+        text = render_comparison_markdown(view) if format is Format.md else render_comparison_text(view)
+    write_output(text, output, force=force)
 
 
 @app.command(name="import")

@@ -39,7 +39,8 @@ T = TypeVar("T")
 LEAST_STEPS = 3
 FASTEST_DISK = 4e9  # bytes/s; a state that takes longer than the budget even at this rate is not tried
 DISK_RESERVE = 1 << 30
-GRACE_S = 45.0  # how long a save may take beyond the budget before it is given up
+GRACE_S = 20.0  # how long a save may take beyond the budget before it is given up
+LOAD_OVERRUN_S = 15.0  # how far a load may exceed the budget: an unchecked save is worth little
 MOST_PARTS = 64
 
 
@@ -54,7 +55,7 @@ def measure(
     device: torch.device,
     steps: int,
     emit: Emit,
-    budget_s: float = 45.0,
+    budget_s: float = 60.0,
     configurations: list[Saver] | None = None,
 ) -> tuple[list[CheckpointRow], list[StepRow]]:
     """Measure every configuration that fits into `budget_s`; called by all ranks alike.
@@ -138,7 +139,11 @@ class _Session:
     def _measure(self, saver: Saver, folder: Path) -> None:
         save = self._save(saver, folder)
         if save.row.ok:
-            self._load(saver, save)
+            late = self._too_late("load", LOAD_OVERRUN_S)
+            if late:
+                _note(save.row, f"not loaded again: {late}")
+            else:
+                self._load(saver, save)
         _, problem = _attempt(saver.close)
         if problem:
             _note(save.row, f"closing: {problem}")
@@ -165,18 +170,22 @@ class _Session:
 
     def _why_not(self, saver: Saver) -> str:
         """Why this configuration is left out, the same on every rank; "" to run it."""
-        left = self.budget_s - self.peers.max(time.perf_counter() - self.started)
-        expected = max((r.total_ms or 0.0 for r in self.rows if r.ok and r.op == "save"), default=0.0)
-        expected += max((r.total_ms or 0.0 for r in self.rows if r.ok and r.op == "load"), default=0.0)
-        expected = self.peers.max(expected) / 1e3
-        if left <= 0 or expected > left:
-            left = max(left, 0.0)
-            return f"{left:.0f} s left of the checkpoint budget of {self.budget_s:.0f} s, {expected:.0f} s needed"
+        if reason := self._too_late("save", 0.0):
+            return reason
         sizes, problem = _attempt(self._sizes)
         culprit = int(self.peers.max(self.rank if sizes is None else -1))
         if sizes is None or culprit >= 0:
             return f"get_state_dict: {problem or f'failed on rank {culprit}'}"
         return self._no_room(saver, self.peers.sum(sizes[0]), self.peers.max(sizes[1]))
+
+    def _too_late(self, op: Literal["save", "load"], overrun_s: float) -> str:
+        """Why an operation as long as the longest of its kind so far does not fit into the budget; the same on all."""
+        left = self.budget_s + overrun_s - self.peers.max(time.perf_counter() - self.started)
+        longest = max((r.total_ms or 0.0 for r in self.rows if r.ok and r.op == op), default=0.0)
+        expected = self.peers.max(longest) / 1e3
+        if 0 < left >= expected:
+            return ""
+        return f"{max(left, 0.0):.0f} s left of the checkpoint budget of {self.budget_s:.0f} s, {expected:.0f} s needed"
 
     def _sizes(self) -> tuple[float, int]:
         """Bytes of this rank's part of the checkpoint, and of the state it holds."""
@@ -318,7 +327,7 @@ class _Session:
             row.ok, row.note = False, "not run: no device memory to load into"
             return
         total = 0.0
-        wrong: list[str] = []
+        wrong: list[states.Path] = []
         target: Tree = {}
         for paths in states.in_parts(state, parts):
             self.emit(f"load {saver.name}", 0, parts)
@@ -332,7 +341,8 @@ class _Session:
                 return
             total += ms
             if save.reference is not None:
-                wrong += save.reference.part(paths).differences(target)
+                reference = save.reference.part(paths)
+                wrong += self._unexplained(row, reference.differences(target), reference, target)
         row.total_ms = row.blocked_ms = total
         row.bytes = states.local_bytes(state)
         row.identical = None if save.reference is None else not wrong
@@ -340,11 +350,30 @@ class _Session:
         if isinstance(saver, Sync) and parts == 1 and self.peers.all(row.identical is True):
             self._restore(row, state, target)
 
-    def _note_load(self, row: CheckpointRow, wrong: list[str], parts: int) -> None:
+    def _unexplained(
+        self, row: CheckpointRow, wrong: list[states.Path], reference: Snapshot, target: Tree
+    ) -> list[states.Path]:
+        """`wrong` without what every rank holds whole, each its own, and DCP stores once: it comes back as one rank's.
+
+        Running means of batch norm are such values: equal in kind on all ranks, different in content.
+        """
+        if not self.peers.any(bool(wrong)):
+            return []
+        restored = dict(states.leaves(target))
+        suspects = {p for found in self.peers.gather(wrong) for p in found}
+        whole = [p for p in suspects if p in restored and p in reference.values and not states.is_shard(restored[p])]
+        held = self.peers.gather({p: states.digest(reference.values[p]) for p in whole})
+        others = {p for p in wrong if p in restored and any(h.get(p) == states.digest(restored[p]) for h in held)}
+        if others:
+            first = states.dotted(min(others, key=str))
+            _note(row, f"{len(others)} values that each rank holds for itself come back as one rank's, first {first}")
+        return [p for p in wrong if p not in others]
+
+    def _note_load(self, row: CheckpointRow, wrong: list[states.Path], parts: int) -> None:
         if parts > 1:
             _note(row, f"loaded in {parts} parts: no device memory for a whole second copy")
         if wrong:
-            _note(row, f"{len(wrong)} values differ, first {wrong[0]}")
+            _note(row, f"{len(wrong)} values differ, first {states.dotted(wrong[0])}")
 
     def _read(self, target: Tree, folder: Path) -> None:
         from torch.distributed.checkpoint.state_dict_loader import load
@@ -386,16 +415,19 @@ class _Session:
         _note(save.row, f"{len(save.window)} steps around it, {len(self.control)} control steps of {usual:.2f} ms")
 
     def _name_best(self) -> None:
-        """Mark the asynchronous save with the smallest stall on its slowest rank among those that restored exactly."""
-        exact = {r.mode for r in self.rows if r.op == "load" and r.ok and r.identical}
-        stalls: list[tuple[float, CheckpointRow]] = []
-        for save in self.saves:
-            usable = save.row.mode.startswith("async") and save.row.stall_ms is not None and save.row.mode in exact
+        """Mark the asynchronous save with the smallest stall on its slowest rank, unless it restored wrongly.
+
+        A configuration whose checkpoint was compared comes before one for which there was no time.
+        """
+        compared = {r.mode: r.ok and r.identical is not False for r in self.rows if r.op == "load"}
+        found: list[tuple[bool, float, CheckpointRow]] = []
+        for row in [s.row for s in self.saves]:
+            usable = row.mode.startswith("async") and row.stall_ms is not None and compared.get(row.mode, True)
             if self.peers.all(usable):
-                stalls.append((self.peers.max(save.row.stall_ms or 0.0), save.row))
-        if stalls:
-            best = min(stalls, key=lambda s: s[0])[1]
-            best.note = "; ".join(filter(None, (f"best of {len(stalls)} async configurations", best.note)))
+                found.append((row.mode not in compared, self.peers.max(row.stall_ms or 0.0), row))
+        if found:
+            best = min(found, key=lambda f: f[:2])[2]
+            best.note = "; ".join(filter(None, (f"best of {len(found)} async configurations", best.note)))
 
 
 def _attempt(work: Callable[[], T]) -> tuple[T | None, str]:

@@ -6,6 +6,7 @@ and plain values. Only this rank's shard of a DTensor is ever touched. Reading a
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -58,11 +59,11 @@ def local(tensor: Tensor) -> Tensor:
     return detached.to_local() if isinstance(detached, DTensor) else detached
 
 
-def is_sharded(tensor: Tensor) -> bool:
-    """Whether ranks hold different parts of it."""
+def is_shard(value: Any) -> bool:
+    """Whether it is a DTensor of which ranks hold different parts."""
     from torch.distributed.tensor import DTensor
 
-    return isinstance(tensor, DTensor) and any(p.is_shard() for p in tensor.placements)
+    return isinstance(value, DTensor) and any(p.is_shard() for p in value.placements)
 
 
 def local_bytes(tree: Tree) -> int:
@@ -77,7 +78,23 @@ def stored_bytes(tree: Tree, world: int) -> float:
     import torch
 
     tensors = [v for _, v in leaves(tree) if isinstance(v, torch.Tensor)]
-    return sum(_bytes(local(t)) / (1 if is_sharded(t) else world) for t in tensors)
+    return sum(_bytes(local(t)) / (1 if is_shard(t) else world) for t in tensors)
+
+
+def dotted(path: Path) -> str:
+    """A path as it is written in messages."""
+    return ".".join(map(str, path))
+
+
+def digest(value: Any) -> str:
+    """A fingerprint of a value this rank holds: of a tensor's dtype, shape and bits, else of its text."""
+    import torch
+
+    if not isinstance(value, torch.Tensor):
+        return repr(value)
+    shard = local(value)
+    raw = bits(shard).cpu().numpy().tobytes()
+    return f"{shard.dtype} {tuple(shard.shape)} {hashlib.sha256(raw).hexdigest()}"
 
 
 def _bytes(tensor: Tensor) -> int:
@@ -107,12 +124,11 @@ class Snapshot:
 
     values: dict[Path, Any]
 
-    def differences(self, tree: Any) -> list[str]:
+    def differences(self, tree: Any) -> list[Path]:
         """Paths in `tree` whose value is not exactly that of the snapshot; paths missing on either side included."""
         other = dict(leaves(tree))
         wrong = [p for p in other if p not in self.values or not _same(self.values[p], other[p])]
-        wrong += [p for p in self.values if p not in other]
-        return [".".join(map(str, p)) for p in wrong]
+        return wrong + [p for p in self.values if p not in other]
 
     def part(self, units: list[Path]) -> Snapshot:
         """The values below the given paths."""

@@ -87,7 +87,8 @@ class Hooks:
             target = getattr(importlib.import_module(module), owner)
             original = getattr(target, method)
         except (ImportError, AttributeError) as error:
-            self.missing.append(f"{module}.{owner}.{method}: {error}")
+            text = f"{module}.{owner}.{method}: {error}"
+            self.missing += [] if text in self.missing else [text]
             return
 
         def patched(*args: Any, **kwargs: Any) -> Any:

@@ -54,6 +54,8 @@ def wrap(model: nn.Module, blocks: list[str], spec: RunSpec, device: torch.devic
         _ddp(wrapped, spec, dtype, device)
     else:
         _shard(wrapped, spec, dtype, device)
+    if dist.get_world_size() == 1:
+        wrapped.expected_bytes, wrapped.formula = 0, "one rank has nobody to talk to"
     if spec.compile == "model":
         wrapped.model.compile(**_compile_options(spec))
         wrapped.compiled = [""]

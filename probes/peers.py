@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
     import torch.distributed as dist
+
+T = TypeVar("T")
 
 
 class Peers:
@@ -34,6 +36,16 @@ class Peers:
     def sum(self, mine: float) -> float:
         """The sum over ranks."""
         return self._reduce(mine, "SUM")
+
+    def gather(self, mine: T) -> list[T]:
+        """Every rank's value, in rank order; for small picklable values."""
+        if self.group is None:
+            return [mine]
+        import torch.distributed as dist
+
+        found: list[T | None] = [None] * dist.get_world_size(self.group)
+        dist.all_gather_object(found, mine, group=self.group)
+        return [value for value in found if value is not None]
 
     def _reduce(self, mine: float, operation: str) -> float:
         if self.group is None:

@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from costlab.probes.steps import Trainer
     from costlab.probes.workloads.base import Workload
 
-CHECKPOINT_BUDGET_S = 45.0
+CHECKPOINT_BUDGET_S = 40.0
 
 
 @dataclass
@@ -138,7 +138,7 @@ def check_in(spec: RunSpec, run_dir: Path, rank: int, voice: Voice) -> RankRun:
 
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     device, backend = choose_device(spec, local_rank)
-    if backend == "gloo" and spec.nnodes == 1:
+    if spec.nnodes == 1:
         interface = loopback_interface()
         if interface:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import textwrap
+from collections.abc import Sequence
 
 from costlab.app.text import plain
 
 _MARK = {"ok": "ok     ", "warn": "look   ", "missing": "absent "}
 
 
-def render_doctor(lines: list[tuple[str, str, str]], width: int = 100) -> str:
+def render_doctor(lines: Sequence[tuple[str, str, str]], width: int = 100) -> str:
     """`lines` are (check, ok | warn | missing, sentence); long sentences wrap under their own column."""
     label = max((len(check) for check, _, _ in lines), default=0)
     out = []

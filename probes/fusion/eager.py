@@ -19,7 +19,7 @@ _LIST_STEP = re.compile(r"foreach|multi_tensor", re.IGNORECASE)
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where an eager launch goes in the span tree. `fusible`: elementwise or reducing work that a compiler would fuse."""
+    """Where an eager launch goes in the span tree; `fusible` is elementwise or reducing work."""
 
     layer: str
     kind: str  # eager | collective | copy | foreach | extern

@@ -221,19 +221,26 @@ def _role(node: Any) -> str:
     return "extern" if isinstance(node, scheduler.ExternKernelSchedulerNode) else "loop"
 
 
+def _indexed(dep: Any) -> tuple[int, int]:
+    """(hash of how a dependency indexes its buffer, bytes it loads); (0, 0) for a dependency on the whole buffer."""
+    index = getattr(dep, "index", None) if type(dep).__name__ == "MemoryDep" else None
+    return (0, 0) if index is None else (hash((index, dep.size)), int(dep.numbytes_hint()))
+
+
 def _sched_op(node: Any, kernel: int, renames: dict[str, str]) -> SchedOp:
     ir_node = node.node
     exact = ir_node.get_origin_node() if ir_node is not None else None
-    reads: set[str] = set()
+    reads: dict[str, dict[int, int]] = {}
     for dep in node.read_writes.reads:
-        reads.add(dep.name)
-        reads.add(renames.get(dep.name, dep.name))
+        index, nbytes = _indexed(dep)
+        for name in {dep.name, renames.get(dep.name, dep.name)}:
+            reads.setdefault(name, {})[index] = nbytes
     return SchedOp(
         name=node.get_name(),
         kernel=kernel,
         role=_role(node),
         buffers=tuple(node.get_buffer_names()),
-        reads=frozenset(reads),
+        reads=reads,
         origins=tuple(o.name for o in ir_node.get_origins()) if ir_node is not None else (),
         origin=exact.name if exact is not None else "",
         reduction=bool(node.is_reduction()),

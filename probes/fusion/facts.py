@@ -40,7 +40,7 @@ class SchedOp:
     kernel: int
     role: str  # loop | extern | template | nop | multi_output
     buffers: tuple[str, ...]
-    reads: frozenset[str]  # buffer and graph input names, with mutation renames resolved
+    reads: dict[str, dict[int, int]]  # buffer or graph input -> index (by hash) -> bytes loaded through it
     origins: tuple[str, ...]  # FX node names
     origin: str  # the FX node whose value it produces exactly, or ""
     reduction: bool = False

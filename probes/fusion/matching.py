@@ -231,7 +231,7 @@ class Matcher:
 
 
 def _shown_names(kernel: KernelSpan) -> list[str]:
-    """Names under which a profiler shows a kernel; the wrapper numbers a user's Triton kernel, the profiler does not."""
+    """Names under which a profiler shows a kernel; only the wrapper numbers a user's Triton kernel."""
     names = [kernel_name(n) for n in (kernel.name, *kernel.aliases) if n]
     if kernel.kind == "user_triton":
         names += [_NUMBERED.sub("", n) for n in names]

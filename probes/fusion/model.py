@@ -20,6 +20,8 @@ class Lost:
     consumer_source: str = ""
     producer_kernel: str = ""
     consumer_kernel: str = ""
+    culprit: str = ""  # the operator or line at fault, where it is neither end
+    culprit_source: str = ""
 
 
 @dataclass(slots=True)

@@ -14,6 +14,7 @@ HEAVY = frozenset({"mm", "addmm", "bmm", "baddbmm", "_int_mm", "_scaled_mm", "_g
 _HEAVY_PARTS = ("conv", "attention", "_mm", "mkldnn", "linear", "rnn", "lstm", "gru_")
 GENERATORS = frozenset(
     {"full", "empty", "iota", "arange", "scalar_tensor", "zeros", "ones", "empty_strided", "full_like", "new_zeros"}
+    | {"inductor_seed", "inductor_seeds"}
 )
 COPIES = frozenset({"clone", "contiguous"})
 CASTS = frozenset({"convert_element_type", "_to_copy"})
@@ -93,7 +94,7 @@ class Ownership:
             self.klass[node.name] = self._classify(node) if node.op == "call_function" else "input"
 
     def _owners(self) -> dict[str, SchedOp]:
-        """Origins are inherited downstream: library calls own their exact node, loops own what is first seen in them."""
+        """Origins are inherited downstream: library calls own their exact node, loops what is first seen in them."""
         owner: dict[str, SchedOp] = {}
         loops = []
         for op in self.facts.ops.values():

@@ -15,6 +15,7 @@ from costlab.probes.records import FusionStatus
 
 COMPLETE_RATE = 0.95
 BROKEN_RATE = 0.5
+MINOR = 0.01  # share of a layer's traffic below which an addressable cause does not hide a structural one
 BROKEN_FLOOR = 0.01  # share of the step's traffic below which a layer is not called broken
 
 
@@ -68,10 +69,11 @@ class Tally:
 
     @property
     def main_cause(self) -> str:
-        """The cause that loses most; addressable ones first; what breaks the layer before all."""
+        """The cause that loses most, addressable ones of a hundredth or more first; what breaks the layer before all."""
         if self.hard:
             return min(self.hard)
-        ranked = sorted(self.causes.items(), key=lambda item: (not item[0][0], -item[1], item[0][1]))
+        floor = MINOR * self.actual
+        ranked = sorted(self.causes.items(), key=lambda item: (not item[0][0] or item[1] < floor, -item[1], item[0][1]))
         return ranked[0][0][1] if ranked else ""
 
 

@@ -227,7 +227,7 @@ def _misses(x: _Joined, rank: int) -> list[MissRow]:
             reason=item.reason[:REASON_LIMIT],
             producer=item.producer,
             consumer=item.consumer,
-            producer_source=item.producer_source,
+            producer_source=item.producer_source or item.culprit_source,
             consumer_source=item.consumer_source,
             producer_kernel=item.producer_kernel,
             consumer_kernel=item.consumer_kernel,

@@ -4,25 +4,26 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from costlab.probes.fusion import fqn
+from costlab.probes.fusion.antipatterns import detect, from_breaks, from_recompiles
 from costlab.probes.fusion.facts import FxNode, GraphFacts, SchedKernel
 from costlab.probes.fusion.launches import LaunchGroup, launch_groups
+from costlab.probes.fusion.ledger import main_cause
 from costlab.probes.fusion.model import FusionTrace, GraphBreak, GraphSpan, KernelSpan, LayerTraffic, Lost
 from costlab.probes.fusion.ownership import resolve_layers
-from costlab.probes.fusion.traffic import BARRIERS, PARTICIPANTS, TrafficModel, main_cause
+from costlab.probes.fusion.structure import BARRIERS, PARTICIPANTS
+from costlab.probes.fusion.traffic import TrafficModel
 
 
 def build(graphs: Sequence[GraphFacts], breaks: Sequence[GraphBreak], errors: Counter[str]) -> FusionTrace:
     """The trace of all graphs. A graph that cannot be judged is left out and counted in `errors`."""
-    from costlab.probes.fusion.antipatterns import detect
-
     trace = FusionTrace(supported=True, breaks=list(breaks))
     for facts in graphs:
         try:
             resolve_layers(facts)
-            model = TrafficModel(facts)
-            model.run()
+            model = TrafficModel(facts).run()
             span = graph_span(facts, model)
             found = detect(facts, model)
         except Exception as error:  # one odd graph must not cost the others
@@ -33,6 +34,7 @@ def build(graphs: Sequence[GraphFacts], breaks: Sequence[GraphBreak], errors: Co
         trace.module_types.update(_module_types(facts))
     mark_superseded(trace.graphs)
     mark_breaks(trace.graphs, trace.breaks)
+    trace.antipatterns += from_breaks(trace.breaks, trace.graphs) + from_recompiles(trace.graphs)
     return trace
 
 
@@ -48,18 +50,18 @@ def graph_span(facts: GraphFacts, model: TrafficModel) -> GraphSpan:
         nodes_before=facts.nodes_before,
         nodes_after=facts.nodes_after,
         hook_seconds=facts.hook_seconds,
-        hard=model.hard_causes(),
+        hard=model.ledger.hard_causes(),
         resumed_at=facts.resumed_at,
     )
 
 
 def _kernel_span(facts: GraphFacts, model: TrafficModel, group: LaunchGroup) -> KernelSpan:
     kernels = [facts.kernels[k] for k in group.kernels]
-    members = sorted((n for k in group.kernels for n in model.members(k)), key=lambda n: -n.nbytes)
+    members = sorted((n for k in group.kernels for n in model.structure.members(k)), key=lambda n: -n.nbytes)
     weights: Counter[str] = Counter()
     for node in members:
         weights[node.layer] += max(1, node.nbytes)
-    charges = [model.kernels[k] for k in group.kernels if k in model.kernels]
+    charges = [model.ledger.kernels[k] for k in group.kernels if k in model.ledger.kernels]
     causes: Counter[str] = Counter()
     for charge in charges:
         causes.update(charge.causes)
@@ -91,10 +93,8 @@ def _kind(kinds: Sequence[str]) -> str:
 
 def _inherited_layer(facts: GraphFacts, model: TrafficModel, kernel: SchedKernel) -> str:
     """Layer of a kernel that owns no operator: of the charged copy, else of the operators it inherited."""
-    name = model.kernel_name(kernel.index)
-    for item in model.lost:
-        if name and item.cause == "layout_copy" and item.producer_kernel == name:
-            return item.layer
+    if kernel.index in model.copy_layers:
+        return model.copy_layers[kernel.index]
     origins = [facts.nodes[o] for op in kernel.ops for o in facts.ops[op].origins if o in facts.nodes]
     layers = Counter(n.layer for n in origins if n.op == "call_function")
     return layers.most_common(1)[0][0] if layers else ""
@@ -111,11 +111,11 @@ def _layers(facts: GraphFacts, model: TrafficModel) -> dict[str, LayerTraffic]:
         layer.ops += klass == "fusible"
         layer.fallback += klass == "fallback"
         layer.extern += klass in BARRIERS
-    for name, charge in model.layers.items():
+    for name, charge in model.ledger.layers.items():
         layer = layers.setdefault(name, LayerTraffic(name))
         layer.read, layer.written, layer.actual = charge.read, charge.written, charge.actual
     lost: dict[str, list[Lost]] = defaultdict(list)
-    for item in model.lost:
+    for item in model.ledger.lost:
         lost[item.layer].append(item)
     for name, items in lost.items():
         layers[name].lost = _merged(items)
@@ -142,7 +142,7 @@ def _merged(items: Iterable[Lost]) -> list[Lost]:
         )
         known = merged.get(key)
         if known is None:
-            merged[key] = item
+            merged[key] = replace(item)
         else:
             known.bytes += item.bytes
             known.producer_kernel = known.producer_kernel or item.producer_kernel
@@ -154,7 +154,7 @@ def _crossing(facts: GraphFacts, model: TrafficModel) -> list[FxNode]:
     """Fusible results that the user's code receives."""
     if facts.phase == "backward":
         return []
-    names = dict.fromkeys(model.own.base(o) for o in facts.user_outputs)
+    names = dict.fromkeys(model.structure.own.base(o) for o in facts.user_outputs)
     return [facts.nodes[n] for n in names if n in facts.nodes and model.klass[n] in PARTICIPANTS]
 
 
@@ -233,6 +233,6 @@ def _cut(piece: GraphSpan, why: tuple[str, str]) -> None:
                 addressable=True,
                 bytes=nbytes,
                 reason=reason.strip().splitlines()[0],
-                producer_source=source,
+                culprit_source=source,
             )
         )

@@ -8,311 +8,132 @@ library calls that are not matrix products) are counted.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Iterable
-from dataclasses import dataclass, field
-
-from costlab.probes.fusion.causes import HARD, STRUCTURAL, addressable
+from costlab.probes.fusion.causes import addressable
 from costlab.probes.fusion.facts import FxNode, GraphFacts
 from costlab.probes.fusion.launches import kernel_names
+from costlab.probes.fusion.ledger import Ledger
 from costlab.probes.fusion.model import Lost
-from costlab.probes.fusion.ownership import CASTS, COPIES, Ownership, is_random
+from costlab.probes.fusion.ownership import is_random
+from costlab.probes.fusion.structure import Read, Structure
 from costlab.probes.fusion.why import Reasons
-
-PARTICIPANTS = ("fusible", "fallback")
-BARRIERS = ("extern", "collective")
-
-
-@dataclass(slots=True)
-class Charge:
-    """Traffic of one layer or one kernel."""
-
-    read: int = 0
-    written: int = 0
-    addressable: int = 0
-    structural: int = 0
-    causes: Counter[str] = field(default_factory=Counter)
-
-    @property
-    def actual(self) -> int:
-        """Bytes moved."""
-        return self.read + self.written
-
-
-@dataclass(slots=True)
-class _Read:
-    """A kernel that loads a tensor."""
-
-    kernel: int
-    consumer: FxNode
-    nbytes: int
-    views: frozenset[str]  # through which views of the tensor
-    direct: bool  # the kernel owns a consumer; else it recomputes one
 
 
 class TrafficModel:
-    """Charges every read and write of a graph; see the module's text."""
+    """Charges every read and write of a graph to `ledger`; see the module's text."""
 
     def __init__(self, facts: GraphFacts) -> None:
         self.facts = facts
-        self.own = Ownership(facts)
-        self.nodes = facts.nodes
-        self.klass = self.own.klass
-        self.reasons = Reasons(facts)
-        self.layers: dict[str, Charge] = defaultdict(Charge)
-        self.kernels: dict[int, Charge] = defaultdict(Charge)
-        self.lost: list[Lost] = []
-        self.kinds = {k.index: k.kind for k in facts.kernels}
+        self.structure = Structure(facts)
+        self.klass = self.structure.klass
+        self.kinds = self.structure.kinds
+        self.ledger = Ledger()
+        self.copy_layers: dict[int, str] = {}  # kernel -> layer, of the copies that Inductor inserted
+        self._own = self.structure.own
+        self._reasons = Reasons(facts)
         self._names = kernel_names(facts)
-        self._mark_layout_copies()
-        self._loaded = self._kernel_loads()
-        self._holders = self._origin_holders()
-        self._exact = self._exact_buffers()
-        self._consumers, self._needed = self._consumption()
-        self._barriers()
-        self._leading = self._leading_nodes()
 
-    def run(self) -> None:
+    def run(self) -> TrafficModel:
         """Charge all tensors, then the copies that Inductor inserted itself."""
-        for node in self.nodes.values():
-            if self._is_tensor(node):
-                self._charge_tensor(node)
+        for node in self.facts.nodes.values():
+            if self.structure.is_tensor(node):
+                self._charge(node)
         for index, kind in self.kinds.items():
-            if kind == "layout_copy" and not self.members(index):
+            if kind == "layout_copy" and not self.structure.members(index):
                 self._charge_inserted_copy(index)
+        return self
 
-    # The graph's structure
+    def kernel_name(self, index: int | None) -> str:
+        """The name under which a kernel is launched, "" where there is none."""
+        return "" if index is None else self._names.get(index, "")
 
-    def members(self, kernel: int) -> list[FxNode]:
-        """FX nodes that a kernel computes."""
-        return self._members.get(kernel, [])
-
-    def _mark_layout_copies(self) -> None:
-        """Tell copy kernels from others.
-
-        A kernel that only clones, or that owns no operator and inherited only library calls and views, moves data into
-        another layout. One that owns nothing but inherited loops is the second pass of a split reduction.
-        """
-        self._members: dict[int, list[FxNode]] = defaultdict(list)
-        for name, op in self.own.owner.items():
-            node = self.nodes.get(name)
-            if node is not None and self.klass[name] in (*PARTICIPANTS, *BARRIERS):
-                self._members[op.kernel].append(node)
-        inherited: dict[int, set[str]] = defaultdict(set)
-        for op in self.facts.ops.values():
-            inherited[op.kernel].update(op.origins)
-        for index, kind in self.kinds.items():
-            if kind != "pointwise":
-                continue
-            members = self._members[index]
-            if members:
-                copies = all(n.packet in COPIES for n in members)
-            else:
-                known = [self.klass.get(o, "view") for o in inherited[index]]
-                copies = all(k in (*BARRIERS, "view", "generator", "input") for k in known)
-            if copies and self._reads_anything(index):
-                self.kinds[index] = "layout_copy"
-
-    def _reads_anything(self, kernel: int) -> bool:
-        return any(op.reads for op in self.facts.ops.values() if op.kernel == kernel)
-
-    def _kernel_loads(self) -> dict[int, set[str]]:
-        loaded: dict[int, set[str]] = defaultdict(set)
-        for op in self.facts.ops.values():
-            loaded[op.kernel] |= op.reads
-        return loaded
-
-    def _origin_holders(self) -> dict[str, set[str]]:
-        """FX node -> buffers of the operations, in its owner's kernel, that contain it."""
-        holders: dict[str, set[str]] = defaultdict(set)
-        for op in self.facts.ops.values():
-            for origin in op.origins:
-                if self.own.kernel(origin) == op.kernel:
-                    holders[origin].update(op.buffers)
-        return holders
-
-    def _exact_buffers(self) -> dict[str, set[str]]:
-        """FX node -> buffers that hold exactly its value."""
-        exact: dict[str, set[str]] = defaultdict(set)
-        for op in self.facts.ops.values():
-            if op.origin:
-                exact[self.own.base(op.origin)].update(op.buffers)
-        return exact
-
-    def _consumption(self) -> tuple[dict[str, list[tuple[FxNode, str]]], set[str]]:
-        """(tensor -> its fusible consumers and the view each reads, tensors that must be stored whatever is fused)."""
-        consumers: dict[str, list[tuple[FxNode, str]]] = defaultdict(list)
-        needed = {self.own.base(o) for o in self.facts.outputs}
-        for node in self.nodes.values():
-            if node.op != "call_function":
-                continue
-            if node.mutates:
-                needed.add(node.name)
-            klass = self.klass[node.name]
-            if klass in ("view", "generator", "folded") or self.own.tuple_item(node):
-                continue
-            for name in node.inputs:
-                base = self.own.base(name)
-                if klass in PARTICIPANTS:
-                    consumers[base].append((node, name))
-                else:
-                    needed.add(base)
-        return consumers, needed
-
-    def _barriers(self) -> None:
-        """For every node the matrix products and collectives above and below it, as bit sets."""
-        self._bits = {n: 1 << i for i, n in enumerate(x for x in self.nodes if self.klass[x] in BARRIERS)}
-        self._above: dict[str, int] = {}
-        self._below: dict[str, int] = dict.fromkeys(self.nodes, 0)
-        for name, node in self.nodes.items():
-            mask = 0
-            for i in node.inputs:
-                mask |= self._above.get(i, 0) | self._bits.get(i, 0)
-            self._above[name] = mask
-        for name, node in reversed(self.nodes.items()):
-            passed = self._below[name] | self._bits.get(name, 0)
-            for i in node.inputs:
-                if i in self._below:
-                    self._below[i] |= passed
-
-    def _between(self, first: str, second: str) -> list[str]:
-        mask = self._below.get(first, 0) & self._above.get(second, 0)
-        return [n for n, bit in self._bits.items() if bit & mask] if mask else []
-
-    def _leading_nodes(self) -> dict[int, FxNode]:
-        """The first fusible node of every kernel: it stands in where a kernel recomputes another's operator."""
-        leading: dict[int, FxNode] = {}
-        for node in self.nodes.values():
-            if self.klass[node.name] in PARTICIPANTS:
-                kernel = self.own.kernel(node.name)
-                if kernel is not None:
-                    leading.setdefault(kernel, node)
-        return leading
-
-    def _is_tensor(self, node: FxNode) -> bool:
-        if not node.nbytes or (node.op == "call_function" and not node.dtype):
-            return False
-        return self.klass[node.name] in ("input", *PARTICIPANTS, *BARRIERS)
-
-    # Charging
-
-    def _charge_tensor(self, tensor: FxNode) -> None:
-        own = self.klass[tensor.name] in PARTICIPANTS
-        reads = self._reads(tensor, own)
-        stored = own and (bool(reads) or tensor.name in self._needed or self.klass[tensor.name] == "fallback")
+    def _charge(self, tensor: FxNode) -> None:
+        own = self.structure.is_own(tensor)
+        reads = self.structure.reads(tensor)
         for read in reads:
-            self._charge(read.consumer.layer, read.kernel, read.nbytes, write=False)
+            self.ledger.read(read.consumer.layer, read.kernel, read.nbytes)
         lost = self._lost_own_reads(tensor, reads) if own else self._lost_shared_reads(tensor, reads)
-        kernel = self.own.kernel(tensor.name)
-        if stored and kernel is not None:
-            self._charge(tensor.layer, kernel, tensor.nbytes, write=True)
-            if tensor.name not in self._needed and lost:
-                first = next((item for item in lost if addressable(item.cause)), lost[0])
-                self._lose(tensor, None, kernel, None, first.cause, first.reason, tensor.nbytes, partner=first)
-            elif self.kinds.get(kernel) == "layout_copy":
-                self._lose(tensor, None, kernel, None, "layout_copy", _copied(tensor), tensor.nbytes)
-            elif self._is_cast_kernel(kernel):
-                self._lose_cast(tensor, kernel, tensor.nbytes)
+        kernel = self._own.kernel(tensor.name)
+        needed = tensor.name in self.structure.needed
+        if own and kernel is not None and (reads or needed or self.klass[tensor.name] == "fallback"):
+            self.ledger.write(tensor.layer, kernel, tensor.nbytes)
+            self._lose_write(tensor, kernel, lost, needed)
 
-    def _reads(self, tensor: FxNode, own: bool) -> list[_Read]:
-        home = self.own.kernel(tensor.name) if own else None
-        by_kernel: dict[int, list[tuple[FxNode, str]]] = defaultdict(list)
-        for consumer, view in self._consumers[tensor.name]:
-            kernel = self.own.kernel(consumer.name)
-            if kernel is not None and kernel != home:
-                by_kernel[kernel].append((consumer, view))
-        found = []
-        for kernel in self._loading_kernels(tensor, home, by_kernel):
-            direct = by_kernel.get(kernel, [])
-            views = frozenset(v for _, v in direct) or frozenset((tensor.name,))
-            size = min(tensor.nbytes, sum(self._view_bytes(v, tensor) for v in views))
-            consumer = direct[0][0] if direct else self._leading.get(kernel)
-            if consumer is not None:
-                found.append(_Read(kernel, consumer, size, views, bool(direct)))
-        return found
-
-    def _loading_kernels(self, tensor: FxNode, home: int | None, by_kernel: Iterable[int]) -> list[int]:
-        """Kernels that load the tensor by the scheduler's own account, where it has one."""
-        buffers = self._exact.get(tensor.name) or (
-            self._holders.get(tensor.name) if self.klass[tensor.name] == "fusible" else None
-        )
-        if tensor.op == "placeholder":
-            buffers = {tensor.name}
-        consumers = list(by_kernel)
-        if not buffers:
-            return consumers
-        if tensor.op == "placeholder" or tensor.name in self._exact:
-            candidates: Iterable[int] = self._loaded
-        else:
-            candidates = consumers
-        loading = [k for k in candidates if k != home and self._is_loop(k) and buffers & self._loaded[k]]
-        return loading + [k for k in consumers if not self._is_loop(k)]
-
-    def _is_loop(self, kernel: int) -> bool:
-        return self.kinds[kernel] in ("pointwise", "reduction", "foreach", "layout_copy")
-
-    def _view_bytes(self, view: str, tensor: FxNode) -> int:
-        node = self.nodes.get(view)
-        return min(node.nbytes, tensor.nbytes) if node is not None and node.nbytes else tensor.nbytes
-
-    def _lost_own_reads(self, tensor: FxNode, reads: list[_Read]) -> list[Lost]:
-        """A result of a fusible operator is ideally never read from memory."""
+    def _lost_own_reads(self, tensor: FxNode, reads: list[Read]) -> list[Lost]:
+        """A result of fusible work is ideally never read from memory."""
         return [self._lose_read(tensor, tensor, read, read.nbytes) for read in reads]
 
-    def _lost_shared_reads(self, tensor: FxNode, reads: list[_Read]) -> list[Lost]:
+    def _lost_shared_reads(self, tensor: FxNode, reads: list[Read]) -> list[Lost]:
         """Inputs and library results are ideally read once by each group of readers that nothing separates."""
-        groups: list[tuple[_Read, set[str], int]] = []
         lost = []
+        groups: list[tuple[Read, dict[int, int]]] = []
         for read in reads:
-            for place, (first, views, covered) in enumerate(groups):
-                if self._separated(first.consumer, read.consumer):
-                    continue
-                again = sum(self._view_bytes(v, tensor) for v in read.views & views)
-                fresh = sum(self._view_bytes(v, tensor) for v in read.views - views)
-                again = min(read.nbytes, again + max(0, covered + fresh - tensor.nbytes))
-                if again:
-                    lost.append(self._lose_read(tensor, first.consumer, read, again))
-                elif self._only_copies(read.kernel):
-                    lost.append(self._lose_copy_read(tensor, read))
-                groups[place] = (first, views | read.views, min(tensor.nbytes, covered + fresh))
-                break
+            group = next((g for g in groups if not self._separated(g[0], read)), None)
+            again = self._read_again(tensor, group[1], read) if group is not None else 0
+            if group is not None and again:
+                lost.append(self._lose_read(tensor, group[0].consumer, read, again))
+            elif self._idle(read.kernel):
+                lost.append(self._lose_idle_read(tensor, read))
+            if group is None:
+                groups.append((read, dict(read.parts)))
             else:
-                groups.append((read, set(read.views), read.nbytes))
-                if self._only_copies(read.kernel):
-                    lost.append(self._lose_copy_read(tensor, read))
+                group[1].update(read.parts)
         return lost
 
-    def _separated(self, first: FxNode, second: FxNode) -> bool:
-        return bool(
-            self._below.get(first.name, 0) & self._above.get(second.name, 0)
-            or self._below.get(second.name, 0) & self._above.get(first.name, 0)
-        )
+    def _separated(self, first: Read, second: Read) -> bool:
+        return self.structure.between.separated(first.consumer.name, second.consumer.name)
 
-    def _lose_read(self, tensor: FxNode, partner: FxNode, read: _Read, nbytes: int) -> Lost:
+    @staticmethod
+    def _read_again(tensor: FxNode, seen: dict[int, int], read: Read) -> int:
+        """Bytes of a read that its group had read before: disjoint slices of a tensor are not the same bytes."""
+        again = sum(n for part, n in read.parts.items() if part in seen)
+        fresh = sum(n for part, n in read.parts.items() if part not in seen)
+        covered = min(tensor.nbytes, sum(seen.values()))
+        return min(read.nbytes, again + max(0, covered + fresh - tensor.nbytes))
+
+    def _lose_read(self, tensor: FxNode, partner: FxNode, read: Read, nbytes: int) -> Lost:
         cause, reason = self._cause(tensor, partner, read)
-        return self._lose(partner, read.consumer, self.own.kernel(partner.name), read.kernel, cause, reason, nbytes)
+        item = self._item(partner, read.consumer, cause, reason, nbytes)
+        item.consumer_kernel = self.kernel_name(read.kernel)
+        culprit = next((n for n in (partner, read.consumer) if self.klass[n.name] == "fallback"), None)
+        if culprit is not None:
+            item.culprit, item.culprit_source = culprit.target, culprit.source
+        return self.ledger.lose(item, read.kernel)
 
-    def _cause(self, tensor: FxNode, partner: FxNode, read: _Read) -> tuple[str, str]:
+    def _lose_write(self, tensor: FxNode, kernel: int, lost_reads: list[Lost], needed: bool) -> None:
+        """A tensor is written in vain if only kernels read it that should have been fused, or if it is a mere copy."""
+        if not needed and lost_reads:
+            why = next((item for item in lost_reads if item.addressable), lost_reads[0])
+            item = self._item(tensor, None, why.cause, why.reason, tensor.nbytes)
+            item.consumer, item.consumer_source = why.consumer, why.consumer_source
+            item.culprit, item.culprit_source = why.culprit, why.culprit_source
+            item.addressable = why.addressable
+            self.ledger.lose(item, kernel)
+        elif self._idle(kernel):
+            self.ledger.lose(self._idle_item(tensor, tensor, None, kernel, tensor.nbytes), kernel)
+
+    def _cause(self, tensor: FxNode, partner: FxNode, read: Read) -> tuple[str, str]:
         """Why `partner`, which makes or also reads the tensor, and the reader are not one kernel."""
         for node in (partner, read.consumer):
             if self.klass[node.name] == "fallback":
                 return self._fallback_cause(node)
-        between = self._between(partner.name, read.consumer.name)
+        between = self.structure.between.barriers(partner.name, read.consumer.name)
         if between:
             collective = all(self.klass[b] == "collective" for b in between)
             cause = "collective_boundary" if collective else "through_extern"
-            return cause, f"{self.nodes[between[0]].target} lies between"
-        return self.reasons.why(self._operation(partner, tensor), self._operation(read.consumer, tensor, read.kernel))
+            return cause, f"{self.facts.nodes[between[0]].target} lies between"
+        first = self._own.operation(partner.name)
+        return self._reasons.why(first.name if first else "", self._operation_in(read, tensor))
 
-    def _operation(self, node: FxNode, tensor: FxNode, kernel: int | None = None) -> str:
-        op = self.own.operation(node.name)
-        if op is not None and (kernel is None or op.kernel == kernel):
+    def _operation_in(self, read: Read, tensor: FxNode) -> str:
+        """The scheduler operation that does the reading, also where the kernel recomputes another's operator."""
+        op = self._own.operation(read.consumer.name)
+        if op is not None and op.kernel == read.kernel:
             return op.name
-        inside = [o for o in self.facts.ops.values() if o.kernel == kernel]
+        inside = [self.facts.ops[o] for o in self.facts.kernels[read.kernel].ops]
         return next((o.name for o in inside if tensor.name in o.origins), inside[0].name if inside else "")
 
     def _fallback_cause(self, node: FxNode) -> tuple[str, str]:
-        kernel = self.own.kernel(node.name)
+        kernel = self._own.kernel(node.name)
         if kernel is not None and self.kinds[kernel] == "device_copy":
             return "device_copy", f"{node.target} copies between devices"
         if is_random(node):
@@ -321,124 +142,68 @@ class TrafficModel:
             return "library_op", f"Inductor has no loop for {node.target}"
         return "opaque_op", f"{node.target} is opaque to the compiler"
 
-    def _only_copies(self, kernel: int) -> bool:
-        return self.kinds[kernel] == "layout_copy" or self._is_cast_kernel(kernel)
+    # Kernels that compute nothing
 
-    def _is_cast_kernel(self, kernel: int) -> bool:
-        members = self._members.get(kernel)
-        return bool(members) and all(n.packet in CASTS for n in members or ())
+    def _idle(self, kernel: int) -> bool:
+        return self.kinds[kernel] == "layout_copy" or self.structure.casts_only(kernel)
 
-    def _lose_copy_read(self, tensor: FxNode, read: _Read) -> Lost:
-        if self.kinds[read.kernel] == "layout_copy":
-            reason = _copied(read.consumer)
-            return self._lose(
-                tensor, read.consumer, self.own.kernel(tensor.name), read.kernel, "layout_copy", reason, read.nbytes
-            )
-        return self._lose_cast(read.consumer, read.kernel, read.nbytes, tensor)
+    def _lose_idle_read(self, tensor: FxNode, read: Read) -> Lost:
+        item = self._idle_item(read.consumer, tensor, read.consumer, read.kernel, read.nbytes)
+        item.consumer_kernel = self.kernel_name(read.kernel)
+        return self.ledger.lose(item, read.kernel)
 
-    def _lose_cast(self, cast: FxNode, kernel: int, nbytes: int, read_from: FxNode | None = None) -> Lost:
-        """Converting a graph input or a result of the graph is the caller's dtype policy, not the layer's doing."""
-        source = self.nodes.get(self.own.base(cast.inputs[0])) if cast.inputs else None
-        policy = cast.name in self._outputs_base() or (source is not None and source.op == "placeholder")
-        reason = f"converts {source.dtype if source is not None else '?'} to {cast.dtype} and nothing else"
-        if read_from is None:
-            return self._lose(cast, None, kernel, None, "dtype_copy", reason, nbytes, forgiven=policy)
-        return self._lose(read_from, cast, None, kernel, "dtype_copy", reason, nbytes, forgiven=policy)
-
-    def _outputs_base(self) -> set[str]:
-        return {self.own.base(o) for o in self.facts.outputs}
+    def _idle_item(self, mover: FxNode, producer: FxNode, consumer: FxNode | None, kernel: int, nbytes: int) -> Lost:
+        """The loss of a read or write that only copies or converts."""
+        if self.kinds[kernel] == "layout_copy":
+            reason = f"{mover.target} copies into another layout and computes nothing"
+            item = self._item(producer, consumer, "layout_copy", reason, nbytes)
+        else:
+            source = self.facts.nodes.get(self._own.base(mover.inputs[0])) if mover.inputs else None
+            reason = f"converts {source.dtype if source else '?'} to {mover.dtype} and computes nothing"
+            item = self._item(producer, consumer, "dtype_copy", reason, nbytes)
+            # Converting the graph's own inputs and results is the caller's dtype policy, not the layer's doing.
+            given = source is not None and source.op == "placeholder"
+            item.addressable = not given and mover.name not in self.structure.results
+        item.culprit, item.culprit_source = mover.target, mover.source
+        return item
 
     def _charge_inserted_copy(self, index: int) -> None:
         """A copy that belongs to no operator of the user: Inductor made it for a library call's strides."""
         kernel = self.facts.kernels[index]
-        written = {b for op in kernel.ops for b in self.facts.ops[op].buffers}
-        reader = next((op for op in self.facts.ops.values() if op.kernel != index and op.reads & written), None)
-        name = next((o for o in ((reader.origin, *reader.origins) if reader else ()) if o in self.nodes), "")
-        node = self.nodes.get(name)
-        layer = node.layer if node is not None else ""
-        charge = ((kernel.bytes_read, False), (kernel.bytes_written, True))
-        for nbytes, write in charge:
-            self._charge(layer, index, nbytes, write=write)
-        target = node.target if node is not None else "its reader"
+        node = self._reader_of(index)
+        layer = self.copy_layers[index] = node.layer if node is not None else ""
+        self.ledger.read(layer, index, kernel.bytes_read)
+        self.ledger.write(layer, index, kernel.bytes_written)
         item = Lost(
             layer=layer,
             cause="layout_copy",
             addressable=True,
             bytes=kernel.bytes_read + kernel.bytes_written,
-            reason=f"inserted for the strides that {target} needs",
+            reason=f"inserted for the strides that {node.target if node is not None else 'its reader'} needs",
             consumer=node.target if node is not None else "",
             consumer_source=node.source if node is not None else "",
             producer_kernel=self.kernel_name(index),
         )
-        self._record(item, index)
+        self.ledger.lose(item, index)
 
-    def _charge(self, layer: str, kernel: int, nbytes: int, *, write: bool) -> None:
-        for charge in (self.layers[layer], self.kernels[kernel]):
-            if write:
-                charge.written += nbytes
-            else:
-                charge.read += nbytes
+    def _reader_of(self, index: int) -> FxNode | None:
+        """The operator that an inserted copy was made for."""
+        written = {b for op in self.facts.kernels[index].ops for b in self.facts.ops[op].buffers}
+        reader = next((op for op in self.facts.ops.values() if op.kernel != index and op.reads & written), None)
+        names = (reader.origin, *reader.origins) if reader is not None else ()
+        return next((self.facts.nodes[n] for n in names if n in self.facts.nodes), None)
 
-    def _lose(
-        self,
-        producer: FxNode,
-        consumer: FxNode | None,
-        producer_kernel: int | None,
-        consumer_kernel: int | None,
-        cause: str,
-        reason: str,
-        nbytes: int,
-        *,
-        partner: Lost | None = None,
-        forgiven: bool = False,
-    ) -> Lost:
-        """Record lost bytes; without a consumer it is a write, whose other side is that of `partner`."""
-        item = Lost(
+    def _item(self, producer: FxNode, consumer: FxNode | None, cause: str, reason: str, nbytes: int) -> Lost:
+        """A loss at the consumer's layer, or without one at the producer's."""
+        return Lost(
             layer=producer.layer if consumer is None else consumer.layer,
             cause=cause,
-            addressable=addressable(cause) and not forgiven,
+            addressable=addressable(cause),
             bytes=nbytes,
             reason=reason,
             producer=producer.target or producer.name,
-            consumer=consumer.target if consumer is not None else partner.consumer if partner is not None else "",
+            consumer=consumer.target if consumer is not None else "",
             producer_source=producer.source,
-            consumer_source=consumer.source if consumer else partner.consumer_source if partner is not None else "",
-            producer_kernel=self.kernel_name(producer_kernel),
-            consumer_kernel=self.kernel_name(consumer_kernel),
+            consumer_source=consumer.source if consumer is not None else "",
+            producer_kernel=self.kernel_name(self._own.kernel(producer.name)),
         )
-        charged = producer_kernel if consumer is None else consumer_kernel
-        self._record(item, charged)
-        return item
-
-    def _record(self, item: Lost, kernel: int | None) -> None:
-        self.lost.append(item)
-        charges = [self.layers[item.layer]] + ([self.kernels[kernel]] if kernel is not None else [])
-        for charge in charges:
-            if item.addressable:
-                charge.addressable += item.bytes
-            else:
-                charge.structural += item.bytes
-            charge.causes[item.cause] += item.bytes
-
-    def kernel_name(self, index: int | None) -> str:
-        """The name under which a kernel is launched, "" where there is none."""
-        return "" if index is None else self._names.get(index, "")
-
-    def hard_causes(self) -> dict[str, list[str]]:
-        """Layer -> causes that break it whatever its rate."""
-        hard: dict[str, list[str]] = {}
-        for layer, charge in self.layers.items():
-            found = sorted(c for c in charge.causes if c in HARD)
-            if found:
-                hard[layer] = found
-        return hard
-
-
-def _copied(node: FxNode) -> str:
-    return f"{node.target or node.name} copies into another layout and computes nothing"
-
-
-def main_cause(causes: Counter[str]) -> str:
-    """The cause with most bytes, addressable ones first."""
-    ranked = sorted(causes.items(), key=lambda item: (item[0] in STRUCTURAL, -item[1], item[0]))
-    return ranked[0][0] if ranked else ""

@@ -150,6 +150,8 @@ def _add_collectives(host: Host, trace: RankTrace, calls: list[Call], sets: Sets
         seq = counts[step, call.group]
         counts[step, call.group] += 1
         trace.collectives.append(_collective(call, step, seq, exposed[i], places.layer[i], places.phase[i]))
+        if call.event != NONE:
+            trace.launches.append(_backend_launch(events, trace.collectives[-1], call))
     unsized = sum(1 for x in trace.collectives if x.group_size == 0)
     if unsized:
         trace.problems.append(f"{unsized} collectives do not say their process group: no bus bandwidth for them")
@@ -170,6 +172,22 @@ def _collective(call: Call, step: int, seq: int, exposed: float, layer: str, pha
         exposed=exposed,
         layer=layer,
         phase=phase,
+    )
+
+
+def _backend_launch(events: TraceEvents, collective: Collective, call: Call) -> Launch:
+    """A CPU backend's collective beside the operators of the training threads; its stream is the thread that ran it."""
+    return Launch(
+        name=events.names[int(events.name[call.event])],
+        start=collective.start,
+        dur=collective.dur,
+        category=c.COMMUNICATION,
+        stream=events.threads[int(events.thread[call.event])][1],
+        step=collective.step,
+        phase=collective.phase,
+        layer=collective.layer,
+        op=events.names[int(events.name[call.issue])],
+        launch_start=float(events.start[call.issue]),
     )
 
 

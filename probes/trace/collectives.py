@@ -31,7 +31,7 @@ class Call:
     dtype: str
     bytes_in: int | None
     bytes_out: int | None
-    work: tuple[int, ...] = ()  # positions in Work.event
+    event: int = -1  # the backend's range, where there is one
 
 
 @dataclass(slots=True, frozen=True)
@@ -65,9 +65,8 @@ def _key(work: Work, i: int) -> tuple[str, int]:
 def _device_call(host: Host, work: Work, members: tuple[int, ...]) -> Call:
     events, first = host.events, members[0]
     kernels = work.event[list(members)]
-    message = _merged(
-        *(events.messages.get(int(i)) for i in (*kernels[:1].tolist(), work.params[first], work.named[first]))
-    )
+    sources = (int(kernels[0]), work.params[first], work.named[first], work.op[first])
+    message = _merged(*(events.messages.get(int(i)) for i in sources))
     kind = _device_kind(host, work, first, message)
     group, size = _group(events, message, _recorded_sizes(message))
     sizes = _complete(kind, _recorded_sizes(message), size)
@@ -75,14 +74,13 @@ def _device_call(host: Host, work: Work, members: tuple[int, ...]) -> Call:
     return Call(
         kind=kind,
         start=float(events.start[kernels].min()),
-        end=float(events.end[kernels].max()),
+        end=float((events.start[kernels] + events.dur[kernels]).max()),
         issue=issuer if issuer != NONE else int(kernels[0]),
         group=group,
         group_size=size,
         dtype=c.dtype_name(sizes.dtype),
         bytes_in=_bytes(sizes.elements_in, sizes.dtype),
         bytes_out=_bytes(sizes.elements_out, sizes.dtype),
-        work=members,
     )
 
 
@@ -231,9 +229,10 @@ def _backend_call(events: TraceEvents, index: int, operator: int) -> Call:
     group, size = _group(events, message, sizes)
     sizes = _complete(kind, sizes, size)
     return Call(
+        event=index,
         kind=kind,
         start=float(events.start[index]),
-        end=float(events.end[index]),
+        end=float(events.start[index] + events.dur[index]),
         issue=source,
         group=group,
         group_size=size,
@@ -244,7 +243,7 @@ def _backend_call(events: TraceEvents, index: int, operator: int) -> Call:
 
 
 def exposure(calls: list[Call], compute: Intervals) -> list[float]:
-    """Us of each call, in order of start, that no compute hides; a moment under two calls counts for the earlier one."""
+    """Us of each call, in order of start, that no compute hides; a moment under two calls counts for the earlier."""
     start = np.array([call.start for call in calls])
     end = np.array([call.end for call in calls])
     reach = np.concatenate(([-np.inf], np.maximum.accumulate(end)[:-1])) if len(end) else end

@@ -108,6 +108,7 @@ class TraceEvents:
     rank: int | None = None
     world_size: int | None = None
     groups: list[tuple[str, str, int]] = field(default_factory=list)  # name, ranks "0,1", size
+    device_names: list[str] = field(default_factory=list)  # of all devices of the host, in the order of their index
     base_ns: int | None = None  # unix time that time zero of the file stands for
     problems: list[str] = field(default_factory=list)
 
@@ -177,6 +178,10 @@ def _message(args: Args) -> Message:
     )
 
 
+def _skipped(cat: Any) -> bool:
+    return type(cat) is str and cat in _SKIPPED
+
+
 _NO_ARGS = Args()
 
 
@@ -195,7 +200,7 @@ class Builder:
 
     def add(self, events: Sequence[Event]) -> None:
         """Append the complete events of one chunk; others are counted, not kept."""
-        kept = [e for e in events if e.ph == "X" and type(e.name) is str and e.cat not in _SKIPPED]
+        kept = [e for e in events if e.ph == "X" and type(e.name) is str and not _skipped(e.cat)]
         self.counts["events"] += len(events)
         if len(kept) < len(events):
             self._count_others(events)
@@ -264,10 +269,12 @@ class Builder:
 
     @staticmethod
     def _floats(values: list[Any]) -> NDArray[np.float64]:
-        try:
-            return np.array(values, dtype=np.float64)
-        except (TypeError, ValueError, OverflowError):
-            return np.array([_float(v) for v in values], dtype=np.float64)
+        if all(type(v) is float or type(v) is int for v in values):
+            try:
+                return np.array(values, dtype=np.float64)
+            except OverflowError:  # an integer beyond the range of float
+                pass
+        return np.array([_float(v) for v in values], dtype=np.float64)
 
     def _ints(self, values: list[Any]) -> NDArray[np.int64]:
         if values.count(None) == len(values):

@@ -19,6 +19,7 @@ from costlab.probes.trace.repair import repair
 
 CHUNK = 8 << 20
 MAX_BYTES = 32 << 30  # of decompressed text; a compressed file can claim any size
+MAX_RANKS = 1 << 20
 _START = re.compile(rb'"traceEvents"\s*:\s*\[')
 _BOUNDARY = re.compile(rb"\}\s*,\s*(?=\{)")
 _BOUNDARY_SEARCH = 1 << 16
@@ -33,11 +34,13 @@ class _Chunk(msgspec.Struct):
 
     traceEvents: list[Event]
     distributedInfo: Any = None
+    deviceProperties: Any = None
     baseTimeNanoseconds: Any = None
 
 
 class _Head(msgspec.Struct):
     distributedInfo: Any = None
+    deviceProperties: Any = None
     baseTimeNanoseconds: Any = None
 
 
@@ -172,6 +175,10 @@ def _decode_array(text: bytes) -> list[Event]:
         raise _Unsplit from error
 
 
+def _head_of(document: _Chunk) -> _Head:
+    return _Head(document.distributedInfo, document.deviceProperties, document.baseTimeNanoseconds)
+
+
 def _decode_tail(buffer: bytes, bare: bool) -> tuple[list[Event], _Head]:
     if bare:
         return _decode_array(b"[" + buffer), _Head()
@@ -179,7 +186,7 @@ def _decode_tail(buffer: bytes, bare: bool) -> tuple[list[Event], _Head]:
         document = _document.decode(b'{"traceEvents":[' + buffer)
     except _BROKEN as error:
         raise _Unsplit from error
-    return document.traceEvents, _Head(document.distributedInfo, document.baseTimeNanoseconds)
+    return document.traceEvents, _head_of(document)
 
 
 def _whole(text: bytes, label: str) -> tuple[Builder, list[_Head], str]:
@@ -210,7 +217,7 @@ def _parse(text: bytes, label: str) -> tuple[Builder, list[_Head]]:
     except msgspec.ValidationError:
         return _lenient(text, label)
     builder.add(document.traceEvents)
-    return builder, [_Head(document.distributedInfo, document.baseTimeNanoseconds)]
+    return builder, [_head_of(document)]
 
 
 def _lenient(text: bytes, label: str) -> tuple[Builder, list[_Head]]:
@@ -242,7 +249,8 @@ def _where(error: Exception, text: bytes) -> str:
 
 def _explain(error: Exception, text: bytes, label: str) -> str:
     where = _where(error, text)
-    if "truncated" in str(error) or not text.rstrip().endswith((b"}", b"]")):
+    begun = text.lstrip()[:1] in (b"{", b"[")
+    if "truncated" in str(error) or (begun and not text.rstrip().endswith((b"}", b"]"))):
         return (
             f"{label}: the file ends in the middle, after {len(text)} bytes ({where}); copy it again or record it again"
         )
@@ -267,6 +275,9 @@ def _losses(counts: Counter[str]) -> list[str]:
 def _apply_head(events: TraceEvents, head: _Head) -> None:
     if isinstance(head.baseTimeNanoseconds, int):
         events.base_ns = head.baseTimeNanoseconds
+    devices = head.deviceProperties
+    if isinstance(devices, list) and devices:
+        events.device_names = [str(d.get("name", "")) if isinstance(d, dict) else "" for d in devices]
     info = head.distributedInfo
     if not isinstance(info, dict):
         return
@@ -285,7 +296,7 @@ def _index(value: Any, default: int | None) -> int | None:
         number = int(value)
     except (TypeError, ValueError, OverflowError):
         return default
-    return number if 0 <= number < 2**31 else default
+    return number if 0 <= number < MAX_RANKS else default
 
 
 def _note_losses(events: TraceEvents) -> None:

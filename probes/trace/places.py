@@ -9,7 +9,7 @@ import numpy as np
 
 from costlab.probes.trace import host as h
 from costlab.probes.trace.columns import NONE
-from costlab.probes.trace.host import Host, Indices, Mask
+from costlab.probes.trace.host import Host, Indices
 from costlab.probes.trace.intervals import Floats
 from costlab.probes.trace.model import StepWindow
 
@@ -120,9 +120,3 @@ def steps_at(windows: list[StepWindow], times: Floats) -> list[int]:
     inside = (i >= 0) & (times < ends[np.maximum(i, 0)])
     out: list[int] = np.where(inside, numbers[np.maximum(i, 0)], NONE).tolist()
     return out
-
-
-def inside_any(windows: list[StepWindow], times: Floats) -> Mask:
-    """Which times lie in a window."""
-    mask: Mask = np.array(steps_at(windows, times), dtype=np.int64) != NONE
-    return mask
