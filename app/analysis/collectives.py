@@ -84,8 +84,8 @@ def with_transfer(rows: pd.DataFrame) -> tuple[pd.DataFrame, int]:
     """The rows with `size` (bytes) and `transfer` (ms), and how many calls do not match across ranks.
 
     `transfer` is the minimum over the ranks of a call. It is null where one rank alone recorded the call, and where
-    ranks disagree: other kinds or sizes at the same place, or another number of calls in the step, after which the n-th
-    call of one rank need not be the n-th of another.
+    ranks disagree: other kinds or sizes at the same place, more ranks than the group has, or another number of calls in
+    the step, after which the n-th call of one rank need not be the n-th of another.
     """
     import pandas as pd
 
@@ -97,7 +97,7 @@ def with_transfer(rows: pd.DataFrame) -> tuple[pd.DataFrame, int]:
     present = same["rank"].transform("nunique")
     agreed = (same["kind"].transform("nunique") == 1) & (same["rank"].transform("size") == present)
     agreed &= (same["size"].transform("nunique") <= 1) | calls.kind.isin(_UNEVEN)
-    agreed &= _same_count(calls)
+    agreed &= _same_count(calls) & ((present <= calls.group_size) | (calls.group_size < 1))
     calls["transfer"] = same["ms"].transform("min").where(agreed & (present > 1))
     return calls, len(calls[~agreed].drop_duplicates(_CALL))
 

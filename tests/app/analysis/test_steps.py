@@ -1,0 +1,120 @@
+"""Step time and what follows from it."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+
+import pandas as pd
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from costlab.app.analysis.frames import finite, median_interval, quantile, real, total, truth, whole
+from costlab.app.analysis.steps import slowest, steps_view
+from costlab.probes.records import StepRow, WorkloadFacts
+from tests.app.analysis.tables import frame
+
+FACTS = WorkloadFacts(
+    unit="tokens",
+    units_per_step=16384,
+    flops_per_step=100e12,
+    flops_formula="6 N D",
+    peak_tflops=800.0,
+    peak_method="mm",
+)
+
+
+def timed(per_rank: Sequence[Sequence[float]], role: str = "timed") -> list[StepRow]:
+    return [
+        StepRow(rank=rank, step=step, role=role, ms=ms, loss=9.0 - step)  # type: ignore[arg-type]
+        for rank, series in enumerate(per_rank)
+        for step, ms in enumerate(series)
+    ]
+
+
+def test_a_step_is_as_long_as_on_its_slowest_rank() -> None:
+    view = steps_view(frame(StepRow, timed([[100, 110, 100], [105, 100, 101]])), FACTS, 2)
+    assert view is not None
+    assert view.series_ms == [105, 110, 101]
+    assert view.step_ms.value == 105
+    assert (view.step_ms.source, view.step_ms.n) == ("measured", 3)
+    assert view.per_rank_ms == [100, 101]
+    assert (view.loss_first, view.loss_last) == (9.0, 7.0)
+
+
+def test_steps_that_a_rank_lacks_are_left_out() -> None:
+    rows = timed([[100, 110, 120], [100, 111]])
+    assert slowest(frame(StepRow, rows), "timed") == [100, 111]
+
+
+def test_only_timed_steps_count_and_profiled_ones_are_kept_apart() -> None:
+    rows = timed([[100.0] * 8]) + timed([[130.0] * 3], "profiled") + timed([[9000.0]], "warmup")
+    view = steps_view(frame(StepRow, rows), FACTS, 1)
+    assert view is not None
+    assert (view.step_ms.value, view.profiled_ms, view.step_ms.n) == (100.0, 130.0, 8)
+
+
+def test_throughput_and_mfu_follow_from_the_formula() -> None:
+    view = steps_view(frame(StepRow, timed([[100.0] * 10] * 2)), FACTS, 2)
+    assert view is not None
+    assert view.throughput is not None
+    assert view.mfu is not None
+    assert view.throughput.value == pytest.approx(163840)
+    assert view.throughput.unit == "tokens/s"
+    # 100 TFLOP in 0.1 s on two devices of 800 TFLOP/s
+    assert view.mfu.value == pytest.approx(100 / (0.1 * 2 * 800))
+    assert "6 N D" in view.mfu.how
+    assert "800 TFLOP/s measured" in view.mfu.how
+
+
+def test_what_is_not_known_is_none() -> None:
+    view = steps_view(frame(StepRow, timed([[100.0] * 10])), WorkloadFacts(), 1)
+    assert view is not None
+    assert (view.throughput, view.mfu, view.peak_tflops, view.copy_gbps, view.host_ms) == (None,) * 5
+    assert steps_view(frame(StepRow, []), FACTS, 1) is None
+    assert steps_view(frame(StepRow, timed([[1.0]], "warmup")), FACTS, 1) is None
+
+
+def test_the_interval_turns_round_for_rates() -> None:
+    series = [100.0 + n for n in range(20)]
+    view = steps_view(frame(StepRow, timed([series])), FACTS, 1)
+    assert view is not None
+    assert view.throughput is not None
+    step, rate = view.step_ms, view.throughput
+    assert step.low is not None and step.high is not None and rate.low is not None and rate.high is not None
+    assert step.low < (step.value or 0) < step.high
+    assert rate.low == pytest.approx(16384 / step.high * 1e3)
+    assert rate.high == pytest.approx(16384 / step.low * 1e3)
+
+
+@pytest.mark.parametrize(("n", "ranks"), [(5, None), (6, (0, 5)), (20, (5, 14)), (100, (39, 60))])
+def test_order_statistics_of_the_binomial_tables(n: int, ranks: tuple[int, int] | None) -> None:
+    values = [float(v) for v in range(n)]
+    assert median_interval(values) == (None if ranks is None else tuple(float(r) for r in ranks))
+
+
+def test_the_interval_covers_the_median_as_often_as_it_says() -> None:
+    rng = random.Random(7)
+    hits = 0
+    for _ in range(2000):
+        interval = median_interval([rng.expovariate(1.0) for _ in range(15)])
+        assert interval is not None
+        hits += interval[0] <= math.log(2) <= interval[1]
+    assert 0.945 <= hits / 2000 <= 0.985  # 96.5 % by construction at n = 15
+
+
+@given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=30), st.floats(0, 1))
+def test_quantiles_agree_with_pandas(values: list[float], q: float) -> None:
+    assert quantile(values, q) == pytest.approx(float(pd.Series(values).quantile(q)), abs=1e-6)
+
+
+def test_nothing_measured_is_not_zero() -> None:
+    nan = float("nan")
+    assert [real(v) for v in (nan, None, "1", 2, math.inf)] == [None, None, None, 2.0, None]
+    assert [whole(v) for v in (nan, 2.6)] == [None, 3]
+    assert [truth(v) for v in (None, nan, 0, True)] == [None, None, False, True]
+    assert finite([nan, 1, None]) == [1.0]
+    assert total([nan, None]) is None
+    assert total([nan, 0.0]) == 0.0
