@@ -310,13 +310,9 @@ def compare(
 ) -> None:
     """Compare two runs: what moved, and by how much of the total."""
     from costlab.app.analysis.compare import compare as compare_reports
-    from costlab.app.report import render_comparison_json, render_comparison_markdown, render_comparison_text
+    from costlab.app.report.compare import render_comparison
 
-    view = compare_reports(load_report(base), load_report(other))
-    if format is Format.json:
-        text = render_comparison_json(view).decode()
-    else:
-        text = render_comparison_markdown(view) if format is Format.md else render_comparison_text(view)
+    text = render_comparison(compare_reports(load_report(base), load_report(other)), format.value)
     write_output(text, output, force=force)
 
 

@@ -15,11 +15,11 @@ _ESCAPES = re.compile(
     r"|\x1b[ -/]*[0-~]?"
 )
 _MARKDOWN = re.compile(r"([\\`*_\[\]|~$])")
-_LINE_START = re.compile(r"\A(\s*)(\d*)(?=[-+#=]|(?<=\d)[.)])")  # lists, headings, rules
+_LINE_START = re.compile(r"\A(\d*)(?=(?<!\d)[-+#=]|(?<=\d)[.)])")  # lists, headings, rules
+_OPERATOR = re.compile(r"\A(?:aten|prims|torch|_c10d_functional)[.:]+(\w+)(?:\.\w+)?\Z")
 _ENTITIES = str.maketrans({"&": "&amp;", "<": "&lt;", ">": "&gt;"})
 _LINK = re.compile(r"(?i)\b(https?|ftp|www|mailto|xmpp)([:.])")
 _MENTION = re.compile(r"([@#])(?=\w)")
-_MARKUP = re.compile(r"(\\*)(\[)")
 
 
 def plain(text: object, limit: int | None = None) -> str:
@@ -40,6 +40,12 @@ def _visible(char: str) -> str:
     return "" if unicodedata.category(char) in ("Cc", "Cf", "Cs", "Co", "Cn") else char
 
 
+def operators(text: object, limit: int | None = None) -> str:
+    """Operator names without namespace and overload: "aten.mul.Tensor,prims.iota.default" -> "mul, iota"."""
+    names = (_OPERATOR.sub(r"\1", n.strip()) for n in plain(text).split(","))
+    return plain(", ".join(dict.fromkeys(n for n in names if n)), limit)
+
+
 def md(text: object, limit: int | None = None, *, inside: bool = False) -> str:
     """Literal text for Markdown; `inside` says that it does not begin a line (a heading's text, a table cell).
 
@@ -47,9 +53,9 @@ def md(text: object, limit: int | None = None, *, inside: bool = False) -> str:
     plain text.
     """
     body = _MARKDOWN.sub(r"\\\1", plain(text, limit)).translate(_ENTITIES)
-    body = body if inside else _LINE_START.sub(r"\1\2\\", body)
-    body = _LINK.sub(lambda m: f"{m[1]}&#{ord(m[2])};", body)
-    return _MENTION.sub(r"\1<!-- -->", body)
+    body = body if inside else _LINE_START.sub(r"\1\\", body.lstrip())
+    body = _MENTION.sub(r"\1<!-- -->", body)
+    return _LINK.sub(lambda m: f"{m[1]}&#{ord(m[2])};", body)
 
 
 def md_code(text: object, limit: int | None = None, *, inside: bool = False) -> str:
@@ -66,7 +72,9 @@ def md_code(text: object, limit: int | None = None, *, inside: bool = False) -> 
 
 
 def markup(text: object, limit: int | None = None) -> str:
-    """Literal text for Textual or rich console markup: no tag is read from it."""
-    body = _MARKUP.sub(lambda m: m[1] * 2 + "\\[", plain(text, limit))
-    tail = len(body) - len(body.rstrip("\\"))
-    return body + "\\" * tail  # a trailing backslash would escape whatever markup follows
+    """Literal text for Textual markup: no tag is read from it, nor does it spoil one that follows.
+
+    A backslash at the end is drawn as a look-alike, since Textual has no way to write one before a tag.
+    """
+    body = plain(text, limit).replace("[", "\\[")
+    return f"{body[:-1]}\u29f5" if body.endswith("\\") else body

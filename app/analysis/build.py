@@ -131,7 +131,7 @@ class _Builder:
             self.table(rec.MemoryRow),
             steps.step_ms.value if steps else None,
             whole(self.spec.get("run_steps")) or 0,
-            self.spec.get("compile", "none") != "none",
+            None if "compile" not in self.spec else self.spec["compile"] != "none",
         )
 
     def cost(self, steps: StepsView | None, checkpoint: CheckpointView | None) -> CostView:

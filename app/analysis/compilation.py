@@ -10,21 +10,25 @@ from costlab.app.analysis.views import BreakView, CacheView, CompileView, Figure
 if TYPE_CHECKING:
     import pandas as pd
 
+EAGER = "the run was eager: nothing was compiled"
 OUTCOMES = ("hit", "miss", "bypass")
 # Wall times of whole steps or of all of compilation; not phases of it.
 WHOLE = ("total", "first step", "second step")
 
 
 def compile_view(
-    rows: pd.DataFrame, memory: pd.DataFrame, step_ms: float | None, run_steps: int, compiled: bool
+    rows: pd.DataFrame, memory: pd.DataFrame, step_ms: float | None, run_steps: int, compiled: bool | None
 ) -> CompileView | None:
-    """What compiling cost; None where nothing was recorded. `step_ms` is a plain step, taken off the first one."""
+    """What compiling cost; None where nothing was recorded. `step_ms` is a plain step, taken off the first one.
+
+    `compiled` is None where it is not known, as for a trace recorded elsewhere.
+    """
     if rows.empty:
-        return None if compiled else CompileView(note="the run was eager: nothing was compiled")
-    cold = _seconds(rows, "cold", step_ms) if compiled else None
+        return CompileView(note=EAGER) if compiled is False else None
+    cold = None if compiled is False else _seconds(rows, "cold", step_ms)
     return CompileView(
         cold_s=cold,
-        warm_s=_seconds(rows, "warm", step_ms) if compiled else None,
+        warm_s=None if compiled is False else _seconds(rows, "warm", step_ms),
         graphs=_graphs(rows),
         breaks=_events(rows, "break"),
         recompiles=_events(rows, "recompile"),
@@ -33,7 +37,7 @@ def compile_view(
         peak_host_bytes=_peak(rows, memory, "host"),
         peak_device_bytes=_peak(rows, memory, "device"),
         amortised_ms=cold.value * 1e3 / run_steps if cold and cold.value is not None and run_steps else None,
-        note="" if compiled else "the run was eager: nothing was compiled",
+        note=EAGER if compiled is False else "",
     )
 
 

@@ -16,7 +16,7 @@ def energy_view(rows: pd.DataFrame, ranks: int) -> EnergyView:
     measured = rows[rows.phase == "measure"]
     joules, seconds, steps = total(measured.joules), largest(measured.seconds), whole(largest(measured.steps))
     if joules is None or not steps:
-        return EnergyView(note="not measured: no device with an energy counter")
+        return EnergyView(note="not measured: no energy counter was read")
     reporting = measured["rank"].nunique()
     source = ", ".join(sorted({s for s in measured.source if s}))
     how = f"{source or 'energy counter'} over the timed steps, {reporting} device{'s' if reporting > 1 else ''}"

@@ -102,6 +102,7 @@ def _span_traffic(row: dict[Any, Any]) -> Traffic:
         measured=ms is not None,
         traced=read is not None or written is not None,
         statuses=[cast(FusionStatus, row["fusion_status"])],
+        hint=row["main_cause"],
     )
 
 

@@ -16,23 +16,29 @@ _ENDED = {
 }
 
 
+def device_kind(environment: Environment) -> str:
+    """The recorded device by kind: cpu, cuda (torch's name for every GPU), or "" where nothing is recorded."""
+    if environment.device == "cpu":
+        return "cpu"
+    return "cuda" if environment.gpus or environment.device else ""
+
+
 def run_info(manifest: Manifest, status: RunStatus, notes: Sequence[str]) -> RunInfo:
     """The run's identity. `notes` are the store's; the manifest's own notes and the machine's limits follow them."""
     spec, failure = manifest.spec, manifest.failure
     facts = manifest.workload or WorkloadFacts()
     environment = manifest.environment or Environment()
     ended = [_ENDED[status]] if status in _ENDED else []
-    where = f"rank {failure.rank}, {failure.phase}: " if failure and failure.rank >= 0 else ""
     return RunInfo(
         id=manifest.run_id,
         title=title_of(manifest),
         status=status,
         created=manifest.created,
         duration_s=manifest.duration_s,
-        workload=str(spec.get("workload", "")) or facts.name,
+        workload=facts.name or str(spec.get("workload", "")),
         size=str(spec.get("size", "")),
         ranks=manifest.ranks,
-        device=environment.device,
+        device=device_kind(environment),
         parallel=str(spec.get("parallel", "")),
         compile=str(spec.get("compile", "")),
         dtype=str(spec.get("dtype", "")),
@@ -40,7 +46,7 @@ def run_info(manifest: Manifest, status: RunStatus, notes: Sequence[str]) -> Run
         units_per_step=facts.units_per_step,
         parameters=facts.parameters,
         spec=spec,
-        failure=f"{where}{failure.message}" if failure else "",
+        failure=failure.message if failure else "",
         failure_advice=failure.advice if failure else "",
         log_tail=list(failure.log_tail) if failure else [],
         notes=list(dict.fromkeys([*ended, *notes, *manifest.notes, *environment.limits])),

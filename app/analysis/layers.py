@@ -32,6 +32,7 @@ class Traffic:
     traced: bool = False  # whether the fusion trace knows it
     causes: Counter[tuple[bool, str]] = field(default_factory=Counter)  # (addressable, cause) -> bytes
     statuses: list[FusionStatus] = field(default_factory=list)
+    hint: str = ""  # the cause its span names, for a layer without missed fusions
 
     def __iadd__(self, other: Traffic) -> Traffic:
         self.bytes += other.bytes
@@ -43,6 +44,7 @@ class Traffic:
         self.traced |= other.traced
         self.causes.update(other.causes)
         self.statuses += other.statuses
+        self.hint = self.hint or other.hint
         return self
 
     @property
@@ -58,7 +60,7 @@ class Traffic:
     @property
     def main_cause(self) -> str:
         """The cause that loses most; one that can be removed goes before one that cannot."""
-        return max(self.causes.items(), key=lambda c: (c[0][0], c[1]))[0][1] if self.causes else ""
+        return max(self.causes.items(), key=lambda c: (c[0][0], c[1]))[0][1] if self.causes else self.hint
 
 
 @dataclass

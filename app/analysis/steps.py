@@ -13,12 +13,16 @@ if TYPE_CHECKING:
 
 
 def steps_view(steps: pd.DataFrame, facts: WorkloadFacts, ranks: int) -> StepsView | None:
-    """The timed steps of a run; None where none was measured. A step's time is its slowest rank's."""
-    series = slowest(steps, "timed")
+    """The timed steps of a run; None where none was measured. A step's time is its slowest rank's.
+
+    A run that has profiled steps only, such as an imported trace, is shown by those, and its figures say so.
+    """
+    role = "timed" if (steps.role == "timed").any() else "profiled"
+    series = slowest(steps, role)
     if not series:
         return None
-    step = step_figure(series, steps["rank"].nunique())
-    timed = steps[steps.role == "timed"]
+    step = step_figure(series, steps["rank"].nunique(), role)
+    timed = steps[steps.role == role]
     by_rank = timed.groupby("rank").ms.median().sort_index()
     host = finite(timed.host_ms)
     profiled = slowest(steps, "profiled")
@@ -37,6 +41,7 @@ def steps_view(steps: pd.DataFrame, facts: WorkloadFacts, ranks: int) -> StepsVi
         loss_first=real(losses.loss.iloc[0]) if len(losses) else None,
         loss_last=real(losses.loss.iloc[-1]) if len(losses) else None,
         peak_tflops=_machine(facts.peak_tflops, "TFLOP/s", facts.peak_method or "matrix product on one device"),
+        profiled_only=role == "profiled",
         copy_gbps=_machine(facts.copy_gbps, "GB/s", "device copy on one device, bytes read plus bytes written"),
     )
 
@@ -51,11 +56,12 @@ def slowest(steps: pd.DataFrame, role: str) -> list[float]:
     return [float(v) for v in full["max"].sort_index()]
 
 
-def step_figure(series: list[float], ranks: int) -> Figure:
+def step_figure(series: list[float], ranks: int, role: str = "timed") -> Figure:
     """Median with its interval; `series` must not be empty."""
+    kind = "unprofiled steps" if role == "timed" else "profiled steps, the profiler's own cost included"
     interval = median_interval(series)
     of = ", slowest rank of each" if ranks > 1 else ""
-    how = f"median of the unprofiled steps{of}" + ("; 95 % interval by order statistics" if interval else "")
+    how = f"median of the {kind}{of}" + ("; 95 % interval by order statistics" if interval else "")
     low, high = interval or (None, None)
     return Figure(value=quantile(series, 0.5), unit="ms", source="measured", how=how, n=len(series), low=low, high=high)
 

@@ -73,6 +73,7 @@ class StepsView(View, frozen=True, kw_only=True):
     loss_last: float | None = None
     peak_tflops: Figure | None = None
     copy_gbps: Figure | None = None
+    profiled_only: bool = False  # no unprofiled step was recorded: times include the profiler's own cost
 
 
 class Part(View, frozen=True, kw_only=True):

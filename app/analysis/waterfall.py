@@ -14,6 +14,7 @@ COMMUNICATION = "exposed communication"
 IDLE = ("idle: launch", "idle: sync", "idle: data", "idle: other")
 OVERHEAD = "framework overhead"
 BUSY = ("matrix math", "memory-bound kernels", "other kernels", COMMUNICATION, "host-device copies")
+ALONE = "parts as in the profiled steps, the profiler's own cost included, since no other steps were recorded"
 PARTS = (*BUSY, *IDLE, OVERHEAD)
 
 
@@ -30,9 +31,9 @@ def waterfall_view(
     """
     if steps is None or not steps.step_ms.value or parts.empty:
         return None
-    step_ms = steps.step_ms.value
     profiled = mean_parts(parts)
-    fitted, method = fit(profiled, step_ms)
+    step_ms = sum(profiled.values()) if steps.profiled_only else steps.step_ms.value
+    fitted, method = (profiled, ALONE) if steps.profiled_only else fit(profiled, step_ms)
     ranks = parts["rank"].nunique()
     over = f"; mean over {ranks} ranks" if ranks > 1 else ""
     rows = [

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from costlab.app.analysis.checkpoint import best_save, stall_ms
-from costlab.app.analysis.views import CheckpointLine, Finding
-from costlab.app.diagnosis.rule import Context
+from costlab.app.analysis.views import CheckpointLine, CheckpointView, Finding
+from costlab.app.diagnosis.rule import Context, severity_of
 from costlab.app.figures import interval, ms, seconds
 
+ALONE_SHARE = 0.01  # of the step, the whole stall spread over the interval, where nothing better was measured
 STALL_SHARE = 0.003  # of the step, the saving spread over the checkpoint interval
 _ASYNC = "async:"
 
@@ -16,11 +17,11 @@ def stall(context: Context) -> list[Finding]:
     view = context.report.checkpoint
     plain = next((c for c in view.lines if c.op == "save" and c.mode == "sync"), None) if view else None
     best = best_save(view.lines) if view else None
-    if view is None or plain is None or best is None or best is plain or not view.every_steps:
+    if view is None or plain is None or not view.every_steps or stall_ms(plain) is None:
         return []
-    before, after = stall_ms(plain), max(stall_ms(best) or 0.0, 0.0)
-    if before is None:
-        return []
+    if best is None or best is plain:
+        return _nothing_better(context, view, plain)
+    before, after = stall_ms(plain) or 0.0, max(stall_ms(best) or 0.0, 0.0)
     saved = (before - after) / view.every_steps
     if (context.share_of(saved) or 0.0) < STALL_SHARE:
         return []
@@ -39,6 +40,31 @@ def stall(context: Context) -> list[Finding]:
             source="measured",
             how=f"difference of the two measured stalls / {view.every_steps:,} steps; not part of a plain step",
             proves=f"--checkpoint-steps {2 * int(context.option('checkpoint_steps', 8))}",
+        )
+    ]
+
+
+def _nothing_better(context: Context, view: CheckpointView, plain: CheckpointLine) -> list[Finding]:
+    """The synchronous save costs at least 1 % of the steps, and no better way was measured."""
+    each = (stall_ms(plain) or 0.0) / view.every_steps
+    part = context.share_of(each) or 0.0
+    if part < ALONE_SHARE:
+        return []
+    others = [c for c in view.lines if c.op == "save" and c is not plain]
+    worse = any(stall_ms(c) is not None for c in others)
+    return [
+        context.finding(
+            "checkpoint-stall",
+            f"A synchronous save stops training for {seconds((stall_ms(plain) or 0.0) / 1e3)}",
+            [
+                f"{_measured(plain)}; one in {view.every_steps:,} steps makes that {context.of_step(each)}",
+                *(f"{_words(c)}: {_measured(c) if c.stall else c.note or 'not measured'}" for c in others[:2]),
+            ],
+            "Save less often, or to faster storage: no asynchronous way stalled less here."
+            if worse
+            else f"Save asynchronously, with {_call('pinned')}; it was not measured in this run.",
+            severity=severity_of(part),
+            how="not modelled: no better way of saving was measured in this run",
         )
     ]
 

@@ -6,10 +6,12 @@ from costlab.app.analysis.layers import covers
 from costlab.app.analysis.views import Finding, FusionView, LayerRow, MissView
 from costlab.app.diagnosis.rule import Context
 from costlab.app.figures import ms, rate, size
+from costlab.app.text import operators, plain
 from costlab.probes.fusion.causes import mend_of, text_of
 
 MISSED_SHARE = 0.005  # of the step, below which a missed fusion is not worth a finding
 MOST = 3  # findings of one rule
+REASON, NAMES = 160, 60  # characters of the compiler's reason and of operator names
 _AUTOTUNE = ("backend_loop_mismatch", "extern_boundary", "heuristic_limit")
 
 
@@ -51,7 +53,7 @@ def _broken(context: Context, view: FusionView, row: LayerRow) -> Finding:
             if row.lost and row.bytes
             else "",
             f"measured time of the layer: {context.of_step(row.ms)}" if row.ms is not None else "",
-            f"{miss.producer} and {miss.consumer}: {miss.reason}" if miss else "",
+            f"{between(miss)}: {plain(miss.reason, REASON)}" if miss else "",
         ],
         f"{_sentence(mend_of(cause))}" if cause else "Open the layer in the Fusion pane to see its kernels.",
         saves_ms=row.saves_ms or None,
@@ -60,6 +62,12 @@ def _broken(context: Context, view: FusionView, row: LayerRow) -> Finding:
         layer=row.path,
         where=where,
     )
+
+
+def between(miss: MissView) -> str:
+    """The operators of a missed fusion, as far as they are known."""
+    known = [operators(o, NAMES) for o in (miss.producer, miss.consumer) if o]
+    return " and ".join(known) or "operators without a name"
 
 
 def _sentence(text: str) -> str:
@@ -82,12 +90,11 @@ def _missed(context: Context, miss: MissView) -> Finding:
     times = f" in {miss.count} places" if miss.count > 1 else ""
     return context.finding(
         "missed-fusion",
-        f"{miss.producer or 'An operator'} and {miss.consumer or 'its consumer'} are not fused in "
-        f"{miss.layer or 'the model'}: {miss.cause_text}",
+        f"Not fused in {miss.layer or 'the model'}: {between(miss)}, {miss.cause_text}",
         [
             f"{size(miss.bytes)} a step written and read again{times}, {miss.phase}",
             f"{ms(miss.saves_ms)} at the measured copy bandwidth",
-            f"the compiler's reason: {miss.reason}" if miss.reason else "",
+            f"the compiler's reason: {plain(miss.reason, REASON)}" if miss.reason else "",
         ],
         _sentence(mend_of(miss.cause)),
         saves_ms=miss.saves_ms,

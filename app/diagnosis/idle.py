@@ -29,6 +29,8 @@ def launch_bound(context: Context) -> list[Finding]:
 
 
 def _fewer_launches(context: Context) -> tuple[str, str]:
+    if not context.report.run.compile:
+        return "Compile the model, or give each launch more work: a larger batch, fewer and larger operators.", ""
     if not context.compiled:
         return "Compile the blocks: fused kernels are fewer launches (--compile block).", "--compile block"
     if context.on_gpu and not context.option("cudagraphs"):

@@ -9,6 +9,7 @@ from costlab.app.figures import ms, share, size
 
 FREE_SHARE, TIGHT_SHARE, RECOMPUTE_SHARE = 0.25, 0.05, 0.4
 KEEP_FREE = 0.10  # of the device, left unused by a suggested batch
+MOST_GROWTH = 8  # times the batch; beyond it nothing in this run tells how memory grows
 WORTH_SHARE = 0.01
 
 
@@ -20,7 +21,7 @@ def _free(view: MemoryView | None) -> tuple[float, float] | None:
 
 
 def larger_batch(context: Context) -> int | None:
-    """The largest doubling of the batch that memory allows, None where unknown or less than one doubling.
+    """The batch doubled as often as memory allows, None where unknown or not even once.
 
     What grows is taken as the step's peak less the memory of the built model, in proportion to the batch.
     """
@@ -36,7 +37,7 @@ def larger_batch(context: Context) -> int | None:
     grows = max(step.reserved_peak - fixed, 1)
     usable = room[0] - KEEP_FREE * room[1]
     factor = 1
-    while grows * (2 * factor - 1) <= usable:
+    while factor < MOST_GROWTH and grows * (2 * factor - 1) <= usable:
         factor *= 2
     return batch * factor if factor > 1 else None
 

@@ -6,7 +6,7 @@ from costlab.app.analysis.views import Finding
 from costlab.app.diagnosis.rule import Context
 from costlab.app.figures import ms, share
 
-QUALITY, SLOWER = 0.9, 1.5
+QUALITY, SLOWER, SPREAD = 0.9, 1.5, 0.15
 
 
 def trace(context: Context) -> list[Finding]:
@@ -42,5 +42,26 @@ def profiler(context: Context) -> list[Finding]:
             "Step times are those of plain steps; read the division of idle time by cause as approximate.",
             severity="info",
             source="measured",
+        )
+    ]
+
+
+def unsteady(context: Context) -> list[Finding]:
+    """The middle 80 % of the timed steps spread over at least 15 % of their median."""
+    steps = context.report.steps
+    if steps is None or steps.p10_ms is None or steps.p90_ms is None or not context.step_ms:
+        return []
+    spread = steps.p90_ms - steps.p10_ms
+    if spread < SPREAD * context.step_ms:
+        return []
+    return [
+        context.finding(
+            "unsteady-steps",
+            f"Step times vary by {share(spread / context.step_ms)}: small differences between runs mean nothing",
+            [f"10th to 90th percentile of {steps.step_ms.n or 0} steps: {ms(steps.p10_ms)} to {ms(steps.p90_ms)}"],
+            "Run on an otherwise idle machine, with fixed clocks and more steps (--steps 50), before comparing runs.",
+            severity="info",
+            source="measured",
+            proves="--steps 50",
         )
     ]

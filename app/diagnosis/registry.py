@@ -30,6 +30,7 @@ RULES: dict[str, Rule] = {
     "low-precision": precision.full_precision,
     "trace-quality": quality.trace,
     "profiler-cost": quality.profiler,
+    "unsteady-steps": quality.unsteady,
 }
 
 # Where a finding without a modelled saving stands among the others: as if it saved this share of the step.

@@ -18,9 +18,23 @@ LAYERS = 20
 def render_comparison(comparison: Comparison, form: str, width: int = 80) -> str:
     """The comparison as "md", "text" (for `width` columns) or "json"; ends with a line feed."""
     if form == "json":
-        return msgspec.json.format(msgspec.json.encode(comparison), indent=2).decode() + "\n"
-    doc = build_comparison(comparison)
-    return to_markdown(doc) if form == "md" else to_text(doc, width)
+        return render_comparison_json(comparison).decode()
+    return render_comparison_markdown(comparison) if form == "md" else render_comparison_text(comparison, width)
+
+
+def render_comparison_markdown(comparison: Comparison) -> str:
+    """Two runs beside each other; ends with a line feed."""
+    return to_markdown(build_comparison(comparison))
+
+
+def render_comparison_text(comparison: Comparison, width: int = 80) -> str:
+    """Two runs beside each other for a terminal of `width` columns."""
+    return to_text(build_comparison(comparison), width)
+
+
+def render_comparison_json(comparison: Comparison) -> bytes:
+    """The comparison as UTF-8 JSON, indented."""
+    return msgspec.json.format(msgspec.json.encode(comparison), indent=2) + b"\n"
 
 
 def build_comparison(c: Comparison) -> Document:
@@ -66,7 +80,7 @@ def signed(amount: float | None, unit: str) -> str:
     """A change with its sign: +1.20 ms, -3.0 %."""
     if amount is None:
         return MISSING
-    return f"{'+' if amount > 0 else '-' if amount < 0 else '±'}{value(abs(amount), unit)}"
+    return f"{'+' if amount > 0 else '-' if amount < 0 else '±'}{value(abs(amount), unit)}".rstrip()
 
 
 def _write_mismatches(doc: Document, c: Comparison) -> None:
@@ -87,9 +101,11 @@ def _write_changes(doc: Document, title: str, changes: list[Change], *, of_total
     doc.heading(title)
     headers = ["", "A", "B", "change", "relative", *(["of the change"] if of_total else []), "verdict"]
     rows: list[list[Cell]] = []
-    for c in changes:
+    for c in (c for c in changes if c.a or c.b):
         unit = c.unit.partition(" per ")[0]
-        row: list[Cell] = [c.name, value(c.a, unit), value(c.b, unit), signed(c.change, unit)]
+        change = signed(c.change * 100, "points") if unit == "fraction" and c.change is not None else None
+        change = signed(c.change, "") if unit == "rate" else change or signed(c.change, unit)
+        row: list[Cell] = [c.name, value(c.a, unit), value(c.b, unit), change]
         row.append(signed(c.ratio, "fraction"))
         if of_total:
             row.append(share(c.of_total))
@@ -110,8 +126,10 @@ def _write_layers(doc: Document, layers: list[LayerChange]) -> None:
 
 
 def _differs(r: LayerChange) -> bool:
-    small = r.change_ms is not None and abs(r.change_ms) <= 0.005 * max(r.ms_a or 0.0, r.ms_b or 0.0)
-    return r.status_a != r.status_b or (r.change_ms is not None and not small) or r.rate_a != r.rate_b
+    """Time that moved by more than 0.5 %, or a verdict that both runs have and that differs."""
+    moved = r.change_ms is not None and abs(r.change_ms) > 0.005 * max(r.ms_a or 0.0, r.ms_b or 0.0)
+    judged = None not in (r.status_a, r.status_b) and "unknown" not in (r.status_a, r.status_b)
+    return moved or (judged and r.status_a != r.status_b)
 
 
 def _layer(r: LayerChange) -> list[Cell]:

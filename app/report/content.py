@@ -41,7 +41,8 @@ def _write_title(doc: Document, report: RunReport) -> None:
     run = report.run
     doc.heading(run.title or run.id, 1)
     took = f", took {seconds(run.duration_s)}" if run.duration_s is not None else ""
-    doc.say("costlab run ", Code(run.id), f", {run.created or 'date unknown'}: {run.status}{took}.")
+    when = f"{run.created[:16].replace('T', ' ')} UTC" if run.created else "date unknown"
+    doc.say("costlab run ", Code(run.id), f", {when}: {run.status}{took}.")
     doc.say(sentence(_setting(report)))
     if run.failure:
         doc.say(f"It ended early: {run.failure}.", f" What to try: {run.failure_advice}." if run.failure_advice else "")
@@ -59,9 +60,18 @@ def _setting(report: RunReport) -> str:
         f"{count(each)} {run.unit} a rank and step" if each else "",
         f"{run.spec['optimizer']} optimizer" if "optimizer" in run.spec else "",
         f"torch {env.torch}" if env.torch else "",
-        f"{count(report.steps.step_ms.n)} timed steps" if report.steps and report.steps.step_ms.n else "",
+        _sample(report),
     ]
     return ", ".join(p for p in parts if p)
+
+
+def _sample(report: RunReport) -> str:
+    steps = report.steps
+    if steps is None or not steps.step_ms.n:
+        return ""
+    return (
+        f"{count(steps.step_ms.n)} {'profiled' if steps.profiled_only else 'timed'} step{'s' * (steps.step_ms.n > 1)}"
+    )
 
 
 def headline(report: RunReport) -> list[tuple[str, Figure]]:
@@ -92,10 +102,11 @@ def _write_headline(doc: Document, report: RunReport) -> None:
         doc.say("No step was measured.")
     doc.table(["figure", "value", "95 % interval", "origin"], rows, right=(1, 2), drop=(2,))
     steps = report.steps
-    if steps and steps.profiled_ms and steps.step_ms.value:
+    if steps and steps.profiled_ms and steps.step_ms.value and not steps.profiled_only:
+        off = steps.profiled_ms / steps.step_ms.value - 1
         doc.say(
             f"Step times come from unprofiled steps. The profiled steps took {ms(steps.profiled_ms)}, "
-            f"{share(steps.profiled_ms / steps.step_ms.value - 1)} more, and are used for shares only."
+            f"{share(abs(off))} {'more' if off > 0 else 'less'}, and are used for shares only."
         )
 
 
@@ -106,10 +117,14 @@ def _write_waterfall(doc: Document, report: RunReport) -> None:
         doc.say("Not measured: it needs timed and profiled steps.")
         return
     largest = max((p.share for p in view.parts), default=0.0) or 1.0
-    bars = [Bar(p.name, f"{ms(p.ms)} {share(p.share):>6}", p.share / largest, p.note) for p in view.parts]
+    shown = [p for p in view.parts if p.ms > 0]
+    bars = [Bar(p.name, f"{ms(p.ms)} {share(p.share):>6}", p.share / largest, p.note) for p in shown]
     doc.blocks.append(Bars(bars, f"{ms(view.step_ms)} {share(1.0):>6}"))
+    none = [p.name for p in view.parts if p.ms <= 0]
+    doc.say(f"Measured as zero: {', '.join(none)}." if none else "")
     spread = f" Ranks differ by {ms(view.rank_spread_ms)} in their median step." if view.rank_spread_ms else ""
-    doc.say(f"Parts sum to the step. From {view.profiled_steps} profiled steps; {view.method}.{spread}")
+    sample = f"{view.profiled_steps} profiled step{'s' * (view.profiled_steps > 1)}"
+    doc.say(f"Parts sum to the step. From {sample}; {view.method}.{spread}")
 
 
 def _write_energy(doc: Document, report: RunReport) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from costlab.app.analysis.layers import strip_index
 from costlab.app.analysis.views import FusionView, KernelView, LayerRow, MissView, RunReport
+from costlab.app.diagnosis.fusion import between
 from costlab.app.figures import MISSING, count, figure, ms, rate, share, size, times
 from costlab.app.report.document import Cell, Code, Document, sentence
 from costlab.probes.records import FusionStatus
@@ -25,11 +26,13 @@ def write_fusion(doc: Document, report: RunReport) -> None:
     if view is None:
         doc.say("Not measured: no fusion trace and no profiled kernels.")
         return
-    known = f", {rate(view.strict_rate)} with structural losses" if view.strict_rate is not None else ""
-    doc.say(
-        f"{STATUS[view.status]}: rate {figure(view.rate)}{known}; target {rate(view.target)}; "
-        f"trace quality {figure(view.quality)}. {sentence(view.note)}".rstrip()
-    )
+    parts = [
+        f"rate {figure(view.rate)}" if view.rate else "",
+        f"{rate(view.strict_rate)} with structural losses" if view.strict_rate is not None else "",
+        f"target {rate(view.target)}" if view.target is not None else "",
+        f"trace quality {figure(view.quality)}" if view.quality else "",
+    ]
+    doc.say(f"{STATUS[view.status]}. {sentence(', '.join(p for p in parts if p))} {sentence(view.note)}".strip())
     _write_classes(doc, view)
     _write_layers(doc, view)
     _write_misses(doc, view)
@@ -89,7 +92,7 @@ def _write_misses(doc: Document, view: FusionView) -> None:
 
 
 def _miss(m: MissView) -> list[Cell]:
-    pair = f"{m.producer or '?'} and {m.consumer or '?'}"
+    pair = between(m)
     where = m.producer_source or m.consumer_source
     return [m.layer or "model", pair, m.cause_text or m.cause, count(m.count), size(m.bytes),
             ms(m.saves_ms) if m.addressable else "structural", Code(where)]  # fmt: skip

@@ -86,15 +86,18 @@ def _fence(lines: Sequence[str]) -> str:
     return "\n".join([f"{fence}text", *lines, fence])
 
 
-def bar_lines(chart: Bars, width: int) -> list[str]:
-    """A bar chart as aligned lines of plain text; bars are at most `width` cells."""
-    labels = [plain(b.label, 40) for b in chart.bars]
+def bar_lines(chart: Bars, width: int, room: int | None = None) -> list[str]:
+    """A bar chart as aligned lines of plain text; bars are at most `width` cells, lines at most `room` if given."""
+    labels = [plain(b.label, 30) for b in chart.bars]
+    notes = [f"  ({plain(b.note, 40)})" if b.note else "" for b in chart.bars]
     wide = max([*map(len, labels), 5])
-    values = max([*(len(b.value) for b in chart.bars), len(chart.total)], default=0)
+    values = max([*(len(plain(b.value)) for b in chart.bars), len(plain(chart.total))], default=0)
+    if room is not None:
+        width = max(min(width, room - wide - values - 4 - max(map(len, notes), default=0)), 1)
     lines = [
-        f"{label:<{wide}}  {b.value:>{values}}  {bar(b.fraction, width)}{f'  ({plain(b.note, 60)})' if b.note else ''}"
-        for label, b in zip(labels, chart.bars, strict=True)
+        f"{label:<{wide}}  {plain(b.value):>{values}}  {bar(b.fraction, width)}{note}"
+        for label, note, b in zip(labels, notes, chart.bars, strict=True)
     ]
     if chart.total:
-        lines += ["─" * (wide + 2 + values), f"{'step':<{wide}}  {chart.total:>{values}}"]
+        lines += ["─" * (wide + 2 + values), f"{'step':<{wide}}  {plain(chart.total):>{values}}"]
     return [line.rstrip() for line in lines]

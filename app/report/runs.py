@@ -6,32 +6,32 @@ from collections.abc import Sequence
 
 import msgspec
 
-from costlab.app import figures
+from costlab.app.figures import MISSING, seconds
+from costlab.app.report.document import Cell, Document
+from costlab.app.report.terminal import to_text
 from costlab.app.store import RunSummary
-from costlab.app.text import plain
 
-_MARK = {"complete": "●", "running": "▶", "failed": "✗", "cancelled": "◌", "incomplete": "◐", "damaged": "!"}
+MARKS = {"complete": "●", "running": "▶", "incomplete": "◐", "cancelled": "◌", "failed": "✗", "damaged": "!"}
 
 
-def runs_text(summaries: Sequence[RunSummary]) -> str:
-    """One line a run: id, how it ended, what it is, how long it took."""
-    rows = [
-        (
-            plain(s.id),
-            f"{_MARK.get(s.status, '?')} {s.status}",
-            plain(s.problem or s.title),
-            "" if s.duration_s is None else figures.seconds(s.duration_s),
-        )
+def runs_text(summaries: Sequence[RunSummary], width: int = 120) -> str:
+    """One line a run for a terminal of `width` columns, newest first; what is wrong with one stands below the table."""
+    doc = Document()
+    rows: list[list[Cell]] = [
+        [
+            f"{MARKS.get(s.status, '?')} {s.status}",
+            s.id,
+            s.created[:16].replace("T", " ") or MISSING,
+            s.title,
+            seconds(s.duration_s),
+        ]
         for s in summaries
     ]
-    widths = [max(len(row[i]) for row in rows) for i in range(3)]
-    return "\n".join(
-        f"{run:<{widths[0]}}  {status:<{widths[1]}}  {title:<{widths[2]}}  {took:>8}".rstrip()
-        for run, status, title, took in rows
-    )
+    doc.table(["status", "run", "created (UTC)", "what", "took"], rows, right=(4,), wide=3, drop=(4, 2))
+    doc.items([[f"{s.id}: {s.problem}"] for s in summaries if s.problem])
+    return to_text(doc, width).rstrip("\n")
 
 
 def runs_json(summaries: Sequence[RunSummary]) -> str:
-    """A JSON array of the same, with paths."""
-    return msgspec.json.format(msgspec.json.encode(summaries, enc_hook=str), indent=1).decode()
-
+    """A JSON array of the summaries; paths as strings."""
+    return msgspec.json.format(msgspec.json.encode(summaries, enc_hook=str), indent=2).decode()

@@ -53,7 +53,7 @@ def _block(block: Block, width: int) -> Iterator[str]:
         case Table():
             yield from _table(block, width)
         case Bars():
-            yield from (line[:width] for line in bar_lines(block, max(width - 50, 8)))
+            yield from (plain(line, width) for line in bar_lines(block, width, width))
         case Log(lines):
             yield from (f"  {plain(line, width - 2)}" for line in lines)
         case Details(summary, _):

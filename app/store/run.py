@@ -25,6 +25,8 @@ _RANK = re.compile(r"rank-(\d{5,})\Z")
 EVENTS = "events.jsonl"
 _LINE_LIMIT = 1 << 20  # bytes of one event line
 
+MOST_RANKS = 1_000_000  # a damaged manifest may claim any number; each claimed rank is looked for
+
 
 class Run:
     """A run directory opened for reading. Tables are read on demand and kept; `notes` grows as damage is met."""
@@ -59,9 +61,13 @@ class Run:
             self.notes.append(text)
 
     def _check_ranks(self) -> None:
-        absent = sorted(set(range(self.manifest.ranks)) - set(self.rank_directories))
+        claimed = self.manifest.ranks
+        if claimed > MOST_RANKS:
+            self.note(f"the manifest claims {claimed:,} ranks, more than {MOST_RANKS:,}: it is damaged")
+            return
+        absent = sorted(set(range(claimed)) - set(self.rank_directories))
         if absent and self.status != "running":
-            self.note(f"no tables from rank{'s' if len(absent) > 1 else ''} {_some(absent)} of {self.manifest.ranks}")
+            self.note(f"no tables from rank{'s' if len(absent) > 1 else ''} {_some(absent)} of {claimed}")
 
     def table(self, name: str, row: type[Row], ranks: Iterable[int] | None = None) -> pd.DataFrame:
         """All rows of table `name` over all ranks, or over `ranks`; empty where nothing is stored.

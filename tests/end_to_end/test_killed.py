@@ -41,7 +41,9 @@ def test_rank_killed_in(phase: str, tmp_path: Path) -> None:
     manifest = Launcher(spec(), tmp_path / "run").run(on_event)
     assert manifest.status == "failed"
     assert manifest.failure is not None
-    assert f"SIGKILL (most often the kernel's out-of-memory killer) in phase '{phase}'" in manifest.failure.message
+    assert "SIGKILL (most often the kernel's out-of-memory killer)" in manifest.failure.message
+    entered = [*PHASES, "done"]
+    assert manifest.failure.phase in entered[entered.index(phase) : entered.index(phase) + 2]  # the kill takes a moment
     assert_readable(tmp_path / "run", "failed", phase)
     assert not any(running(pid) for pid in pids)
 
@@ -77,7 +79,7 @@ def start(tmp_path: Path, phase: str) -> tuple[subprocess.Popen[bytes], list[int
         "from costlab.probes.launch import Launcher; from costlab.probes.spec import RunSpec\n"
         "Launcher(msgspec.json.decode(sys.argv[1], type=RunSpec), Path(sys.argv[2])).run(lambda e: None)"
     )
-    asked = msgspec.json.encode(msgspec.structs.replace(spec(), steps=200, checkpoint_steps=200)).decode()
+    asked = msgspec.json.encode(msgspec.structs.replace(spec(), steps=60, checkpoint_steps=60)).decode()
     process = subprocess.Popen([sys.executable, "-P", "-c", code, asked, str(tmp_path / "run")])
     return process, wait_for_phase(tmp_path / "run", phase)
 
@@ -85,7 +87,7 @@ def start(tmp_path: Path, phase: str) -> tuple[subprocess.Popen[bytes], list[int
 def wait_for_phase(run: Path, phase: str) -> list[int]:
     """Block until rank 0 has entered the phase; its pid."""
     path = run / "rank-00000" / "events.jsonl"
-    until = time.monotonic() + 60
+    until = time.monotonic() + 150
     while time.monotonic() < until:
         if path.exists():
             events = [msgspec.json.decode(line) for line in path.read_bytes().splitlines()]

@@ -77,7 +77,7 @@ def test_each_table_may_be_absent(tmp_path: Path, row: Any) -> None:
 def test_an_empty_failed_run_is_a_report_of_its_failure(tmp_path: Path) -> None:
     everything = frozenset(row.table for row in ROWS)
     view = report(tmp_path, status="failed", omit=everything)
-    assert view.run.failure == "rank 1, warm-up: rank 1 ran out of GPU memory"
+    assert view.run.failure == "rank 1 ran out of GPU memory"
     assert view.run.failure_advice == "halve --batch"
     assert (view.steps, view.fusion, view.collectives, view.memory) == (None,) * 4
     assert view.findings == []

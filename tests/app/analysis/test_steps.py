@@ -56,6 +56,13 @@ def test_only_timed_steps_count_and_profiled_ones_are_kept_apart() -> None:
     assert (view.step_ms.value, view.profiled_ms, view.step_ms.n) == (100.0, 130.0, 8)
 
 
+def test_profiled_steps_stand_in_where_there_are_no_others_and_say_so() -> None:
+    view = steps_view(frame(StepRow, timed([[130.0, 120.0, 125.0]], "profiled")), FACTS, 1)
+    assert view is not None
+    assert view.step_ms.value == view.profiled_ms == 125.0
+    assert "profiled steps, the profiler's own cost included" in view.step_ms.how
+
+
 def test_throughput_and_mfu_follow_from_the_formula() -> None:
     view = steps_view(frame(StepRow, timed([[100.0] * 10] * 2)), FACTS, 2)
     assert view is not None

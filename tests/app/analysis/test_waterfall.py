@@ -90,6 +90,16 @@ def test_the_checkpoint_stall_is_named_beside_the_step_not_in_it() -> None:
     assert "not in it: checkpoint stall, 6.20 ms a step" in view.method
 
 
+def test_profiled_steps_alone_are_shown_as_they_are() -> None:
+    only = StepsView(step_ms=Figure(value=150.0, unit="ms", source="measured", how=""), profiled_only=True)
+    parts = rows({"matrix math": 60.0, "idle: launch": 30.0}, 0) + rows({"matrix math": 80.0, "idle: launch": 50.0}, 1)
+    view = waterfall_view(frame(PartRow, parts), only, None)
+    assert view is not None
+    assert {p.name: p.ms for p in view.parts} == pytest.approx({"matrix math": 70.0, "idle: launch": 40.0})
+    assert view.step_ms == pytest.approx(110.0)
+    assert "profiler's own cost included" in view.method
+
+
 def test_without_steps_or_parts_there_is_no_waterfall() -> None:
     assert waterfall_view(frame(PartRow, []), steps(10.0), None) is None
     assert waterfall_view(frame(PartRow, rows({"matrix math": 1.0})), None, None) is None
