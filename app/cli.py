@@ -62,7 +62,9 @@ def root(
 @app.command(name="run")
 def run_command(
     context: typer.Context,
-    workload: Annotated[str, typer.Option("--workload", "-w", help="llama, gpt2, resnet50, or path/to/file.py:make")] = "llama",
+    workload: Annotated[
+        str, typer.Option("--workload", "-w", help="llama, gpt2, resnet50, or path/to/file.py:make")
+    ] = "llama",
     size: Annotated[str, typer.Option(help="Size of a built-in workload: tiny, small, medium, 1b, full")] = "tiny",
     preset: Annotated[str | None, typer.Option("--preset", "-p", help="smoke, small, 1b, resnet50, gpt2")] = None,
     ranks: Annotated[int, typer.Option("--ranks", "-n", help="Ranks on this host; 0: one per GPU, or 2 on CPU")] = 0,
@@ -77,6 +79,7 @@ def run_command(
     seq: Annotated[int, typer.Option(help="Tokens per sample; 0: the size's default")] = 0,
     recompute: Annotated[str, typer.Option(help="Activation recomputation: none or block")] = "none",
     optimizer: Annotated[str, typer.Option(help="adamw or sgd")] = "adamw",
+    lr: Annotated[float, typer.Option(help="Learning rate")] = 3e-4,
     steps: Annotated[int, typer.Option(help="Timed steps")] = 20,
     warmup: Annotated[int, typer.Option(help="Steps after compiling and before timing")] = 5,
     profile_steps: Annotated[int, typer.Option(help="Profiled steps; 0: none, and no shares")] = 3,
@@ -86,6 +89,8 @@ def run_command(
     price: Annotated[float | None, typer.Option(help="Price per GPU-hour, USD; default: the price table")] = None,
     run_steps: Annotated[int, typer.Option(help="Steps of the whole training run, for its price")] = 100_000,
     checkpoint_every: Annotated[int, typer.Option(help="Steps between checkpoints, for their share")] = 500,
+    checkpoint_steps: Annotated[int, typer.Option(help="Steps around each measured save")] = 8,
+    threads: Annotated[int, typer.Option(help="CPU threads per rank; 0: the cores shared out")] = 0,
     silence_timeout: Annotated[float, typer.Option(help="Give up after this many seconds without progress")] = 600.0,
     collective_timeout: Annotated[float, typer.Option(help="Seconds a collective may take")] = 180.0,
     nnodes: Annotated[int, typer.Option(help="Hosts; start the same command on each")] = 1,
@@ -191,10 +196,16 @@ def tui(
     if not (sys.stdin.isatty() and sys.stdout.isatty() and sys.stderr.isatty()):  # Textual draws on stderr
         headless(runs or [], sample)
         return
-    from costlab.app.tui.app import run_tui
+    from costlab.app.guard import guarded
 
     paths = [_resolve(name) for name in runs or []]
-    raise typer.Exit(run_tui(paths, sample=sample, theme=theme))
+
+    def interface() -> int:
+        from costlab.app.tui.app import run_tui
+
+        return run_tui(paths, sample=sample, theme=theme)
+
+    raise typer.Exit(guarded(interface))
 
 
 def headless(runs: list[str], sample: str | None) -> None:
