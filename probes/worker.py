@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from costlab.probes.steps import Trainer
     from costlab.probes.workloads.base import Workload
 
-CHECKPOINT_BUDGET_S = 40.0
+CHECKPOINT_BUDGET_S = 64.0
 
 
 @dataclass

@@ -94,6 +94,7 @@ class WaterfallView(View, frozen=True, kw_only=True):
     method: str = ""
     profiled_steps: int = 0
     rank_spread_ms: float | None = None
+    wait_ms: float | None = None  # of exposed communication: waiting for peers; None with one rank recorded
 
 
 class LayerRow(View, frozen=True, kw_only=True):

@@ -1,8 +1,13 @@
-"""Splits the unprofiled step without remainder: busy parts as measured, what is left by the profiled idle causes."""
+"""Splits the unprofiled step without remainder.
+
+Computing and transferring take as long as in the profiled steps: a profiler slows the host, not the device. Waiting,
+for peers or for the host, is what the profiler stretches: the rest of the unprofiled step is divided among the kinds
+of waiting in the proportions of the profiled steps.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from costlab.app.analysis.views import CheckpointView, CollectivesView, Part, StepsView, WaterfallView
 from costlab.app.figures import ms
@@ -24,27 +29,28 @@ def waterfall_view(
     collectives: CollectivesView | None,
     checkpoint: CheckpointView | None = None,
 ) -> WaterfallView | None:
-    """The step's parts in ms, summing to the step; None without unprofiled and profiled steps.
-
-    Device time is taken as the profiled steps show it, since the profiler slows the host and not the device. The rest
-    of the unprofiled step is divided like the profiled idle time.
-    """
+    """The step's parts in ms, summing to the step; None without unprofiled and profiled steps."""
     if steps is None or not steps.step_ms.value or parts.empty:
         return None
     profiled = mean_parts(parts)
     step_ms = sum(profiled.values()) if steps.profiled_only else steps.step_ms.value
-    fitted, method = (profiled, ALONE) if steps.profiled_only else fit(profiled, step_ms)
+    waiting = waiting_share(collectives)
+    fit_ = Fit(profiled, profiled.get(COMMUNICATION, 0.0) * (waiting or 0.0), ALONE)
+    if not steps.profiled_only:
+        fit_ = fit(profiled, step_ms, waiting or 0.0)
     ranks = parts["rank"].nunique()
     over = f"; mean over {ranks} ranks" if ranks > 1 else ""
     rows = [
-        Part(name=n, ms=v, share=v / step_ms, note=_note(n, v, collectives)) for n, v in exact(fitted, step_ms).items()
+        Part(name=n, ms=v, share=v / step_ms, note=_note(n, v, fit_.wait_ms) if waiting is not None else "")
+        for n, v in exact(fit_.parts, step_ms).items()
     ]
     return WaterfallView(
         step_ms=step_ms,
         parts=rows,
         idle=[p for p in rows if p.name in IDLE],
-        method=method + over + _stall(checkpoint),
+        method=fit_.method + over + _stall(checkpoint),
         profiled_steps=parts.step.nunique(),
+        wait_ms=None if waiting is None else fit_.wait_ms,
         rank_spread_ms=max(steps.per_rank_ms) - min(steps.per_rank_ms) if len(steps.per_rank_ms) > 1 else None,
     )
 
@@ -57,26 +63,50 @@ def mean_parts(parts: pd.DataFrame) -> dict[str, float]:
     return {n: means[n] for n in [*(n for n in PARTS if n in means), *sorted(set(means) - set(PARTS))]}
 
 
-def fit(profiled: dict[str, float], step_ms: float) -> tuple[dict[str, float], str]:
-    """Profiled parts brought to the length of the unprofiled step, and how that was done."""
-    rest = {n: v for n, v in profiled.items() if n in IDLE or n == OVERHEAD}
-    busy = {n: v for n, v in profiled.items() if n not in rest}
-    working, waiting = sum(busy.values()), sum(rest.values())
+class Fit(NamedTuple):
+    """Parts of the unprofiled step in ms, how much of its exposed communication is waiting, and how it was done."""
+
+    parts: dict[str, float]
+    wait_ms: float
+    method: str
+
+
+def fit(profiled: dict[str, float], step_ms: float, waiting: float = 0.0) -> Fit:
+    """Profiled parts brought to the unprofiled step's length; `waiting` is the share of communication that waits."""
+    wait = profiled.get(COMMUNICATION, 0.0) * waiting
+    idle = {n: v for n, v in profiled.items() if n in IDLE or n == OVERHEAD}
+    busy = {n: v for n, v in profiled.items() if n not in idle}
+    if wait:
+        busy[COMMUNICATION] -= wait
+    working, quiet = sum(busy.values()), sum(idle.values()) + wait
     left = step_ms - working
     if left < 0:
         method = (
-            f"the device was busy for {ms(working)} of a profiled step, longer than the unprofiled step: "
-            "busy parts are scaled down to it, idle time cannot be told"
+            f"the device computed and transferred for {ms(working)} of a profiled step, longer than the unprofiled "
+            "step: these parts are scaled down to it, idle time and waiting cannot be told"
         )
-        return {n: v * step_ms / working for n, v in busy.items()} | dict.fromkeys(rest, 0.0), method
-    if waiting <= 0:
+        return Fit({n: v * step_ms / working for n, v in busy.items()} | dict.fromkeys(idle, 0.0), 0.0, method)
+    if quiet <= 0:
         method = "busy parts as in the profiled steps; the rest of the unprofiled step has no recorded cause"
-        return busy | rest | {"idle: other": left}, method
+        return Fit(busy | idle | {"idle: other": left}, 0.0, method)
+    scale = left / quiet
+    kinds = "idle time and waiting for peers" if wait else "idle time"
     method = (
-        "busy parts as in the profiled steps; the rest of the unprofiled step, "
-        f"{ms(left)}, divided like the {ms(waiting)} of idle time in the profiled steps"
+        f"busy parts{' and transfers' if wait else ''} as in the profiled steps; the rest of the unprofiled step, "
+        f"{ms(left)}, divided like the {ms(quiet)} of {kinds} in the profiled steps"
     )
-    return busy | {n: v * left / waiting for n, v in rest.items()}, method
+    parts = {n: idle[n] * scale if n in idle else busy[n] for n in profiled}
+    if wait:
+        parts[COMMUNICATION] += wait * scale
+    return Fit(parts, wait * scale, method)
+
+
+def waiting_share(collectives: CollectivesView | None) -> float | None:
+    """Share of communication time that is waiting for the last rank; None where one rank alone was recorded."""
+    if collectives is None or collectives.wait_ms is None or collectives.transfer_ms is None:
+        return None
+    whole = collectives.wait_ms + collectives.transfer_ms
+    return collectives.wait_ms / whole if whole > 0 else None
 
 
 def exact(parts: dict[str, float], step_ms: float) -> dict[str, float]:
@@ -96,12 +126,6 @@ def _stall(checkpoint: CheckpointView | None) -> str:
     return f"; not in it: checkpoint stall, {ms(checkpoint.per_step_ms)} a step at one synchronous save in {every}"
 
 
-def _note(name: str, exposed: float, collectives: CollectivesView | None) -> str:
-    """Wait and transfer of exposed communication, divided like those of all communication."""
-    if name != COMMUNICATION or collectives is None or collectives.wait_ms is None or collectives.transfer_ms is None:
-        return ""
-    whole = collectives.wait_ms + collectives.transfer_ms
-    if whole <= 0:
-        return ""
-    wait = exposed * collectives.wait_ms / whole
-    return f"wait {wait:.3g}, transfer {exposed - wait:.3g}"
+def _note(name: str, exposed: float, wait: float) -> str:
+    """Wait and transfer of exposed communication."""
+    return f"wait {wait:.3g}, transfer {max(exposed - wait, 0.0):.3g}" if name == COMMUNICATION else ""

@@ -12,19 +12,16 @@ from costlab.app.figures import ms, share, size
 EXPOSED_SHARE, WAIT_SHARE, BYTES_OFF = 0.03, 0.02, 0.05
 
 
-def _waiting(collectives: CollectivesView | None) -> float | None:
-    """Share of communication time that was waiting for peers, None where it is unknown."""
-    if collectives is None or collectives.wait_ms is None or collectives.transfer_ms is None:
-        return None
-    whole = collectives.wait_ms + collectives.transfer_ms
-    return collectives.wait_ms / whole if whole > 0 else None
+def _wait_ms(context: Context) -> float | None:
+    """Exposed waiting for peers in the unprofiled step, None where it is unknown."""
+    waterfall = context.report.waterfall
+    return waterfall.wait_ms if waterfall else None
 
 
 def exposed(context: Context) -> list[Finding]:
     """Transfers that no compute hides for at least 3 % of the step; waiting for peers is `straggler`'s."""
     outside, collectives = context.parts.get(COMMUNICATION, 0.0), context.report.collectives
-    waiting = _waiting(collectives) or 0.0
-    transfer = outside * (1 - waiting)
+    transfer = outside - (_wait_ms(context) or 0.0)
     if (context.share_of(transfer) or 0.0) < EXPOSED_SHARE:
         return []
     action, proves = _hide(context)
@@ -41,7 +38,7 @@ def exposed(context: Context) -> list[Finding]:
             ],
             action,
             saves_ms=transfer,
-            how="upper bound: all exposed transfer hidden; exposed time divided like all communication time",
+            how="upper bound: all exposed transfer hidden",
             proves=proves,
         )
     ]
@@ -74,10 +71,9 @@ def _hide(context: Context) -> tuple[str, str]:
 def straggler(context: Context) -> list[Finding]:
     """Ranks wait for a late one for at least 2 % of the step."""
     collectives = context.report.collectives
-    waiting = _waiting(collectives)
-    if collectives is None or waiting is None:
+    wait = _wait_ms(context)
+    if collectives is None or wait is None:
         return []
-    wait = context.parts.get(COMMUNICATION, 0.0) * waiting
     if (context.share_of(wait) or 0.0) < WAIT_SHARE:
         return []
     late = [r.last_rank for r in collectives.rows if r.last_rank is not None]
@@ -87,14 +83,14 @@ def straggler(context: Context) -> list[Finding]:
             "straggler",
             f"Ranks wait {ms(wait)} a step for {'a late one' if who is None else f'rank {who}'}",
             [
-                f"{share(waiting)} of communication time is waiting for the last rank, not transfer",
+                f"exposed: {context.of_step(context.parts.get(COMMUNICATION, 0.0))}, of it {ms(wait)} waiting",
                 collectives.straggler,
                 _spread(context),
             ],
             "Find what the late rank does before its collectives: uneven batches or sequence lengths, logging or "
             "saving on one rank, a slower or hotter GPU, CPU binding. Only balance helps; a faster network does not.",
             saves_ms=wait,
-            how="exposed waiting: exposed communication times the share of waiting in all communication",
+            how="upper bound: all exposed waiting, brought from the profiled steps to the unprofiled step",
         )
     ]
 

@@ -18,8 +18,9 @@ def write_collectives(doc: Document, report: RunReport) -> None:
         doc.say(sentence(view.note if view and view.note else "no collective was recorded"))
         return
     doc.say(
-        f"{ms(view.total_ms)} a step, {ms(view.exposed_ms)} of it not hidden behind compute; "
-        f"transfer {ms(view.transfer_ms)}, waiting for the last rank {ms(view.wait_ms)}."
+        f"In the profiled steps, {ms(view.total_ms)} a step, {ms(view.exposed_ms)} of it not hidden behind compute; "
+        f"transfer {ms(view.transfer_ms)}, waiting for the last rank {ms(view.wait_ms)}. The profiler slows the hosts "
+        "and so lengthens waiting; the waterfall above holds the unprofiled step's share."
     )
     expected = f" (from parameter sizes: {figure(view.expected_bytes)})" if view.expected_bytes else ""
     doc.say(f"A rank moves {figure(view.bytes_per_step)} a step{expected}." if view.bytes_per_step else "")

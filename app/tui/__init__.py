@@ -1,1 +1,1 @@
-"""The Textual application: screens, panes, widgets and messages."""
+"""The terminal user interface: `run_tui` opens it. Reads view models and the event stream; measures nothing itself."""

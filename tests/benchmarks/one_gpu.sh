@@ -16,11 +16,11 @@ timed costlab run --preset 1b --ranks 1 --out "$work/llama-1b"
 timed costlab report "$work/llama-1b" -f text -o "$out/llama-1b.txt"
 timed costlab report "$work/llama-1b" -f json -o "$out/llama-1b.json"
 timed "$python" "$here/step_time.py" "$work/llama-1b" "$out"
-timed costlab run --preset resnet50 --ranks 1 --out "$work/resnet50"
+timed costlab run --preset resnet50 --ranks 1 --no-checkpoint --out "$work/resnet50"
 timed costlab run --preset 1b --ranks 1 --compile none --no-checkpoint --out "$work/llama-1b-eager"
-timed costlab run --preset gpt2 --ranks 1 --no-checkpoint --out "$work/gpt2"
-for name in llama-1b resnet50 llama-1b-eager gpt2; do
+for name in llama-1b resnet50 llama-1b-eager; do
     timed costlab report "$work/$name" -f text -o "$out/$name-report.txt"
     timed "$python" "$here/pack_sample.py" "$work/$name" "h200-$name" "$out"
 done
+tar czf "$out/runs.tar.gz" -C "$work" llama-1b resnet50 llama-1b-eager
 ls -l "$out"

@@ -56,7 +56,10 @@ def test_the_example_is_consistent_with_itself(tmp_path: Path) -> None:
     assert view.energy.average_w.value == pytest.approx(1080, rel=0.01)
     assert view.waterfall is not None
     parts = {p.name: p.ms for p in view.waterfall.parts}
-    assert parts["exposed communication"] == pytest.approx(view.collectives.exposed_ms, rel=0.01)
+    assert view.collectives.transfer_ms is not None
+    assert view.waterfall.wait_ms is not None
+    # the profiler lengthens waiting: the unprofiled step exposes no more than the profiled ones, and no less than waits
+    assert view.waterfall.wait_ms < parts["exposed communication"] <= view.collectives.exposed_ms
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda r: r.table)

@@ -78,8 +78,14 @@ def test_the_ranks_spread_is_that_of_the_timed_steps() -> None:
 
 def test_exposed_communication_names_waiting_and_transfer() -> None:
     comm = CollectivesView(wait_ms=6.0, transfer_ms=18.0)
-    view = view_of(rows({"matrix math": 50.0, COMMUNICATION: 20.0}), 100.0, comm=comm)
-    assert next(p.note for p in view.parts if p.name == COMMUNICATION) == "wait 5, transfer 15"
+    view = view_of(rows({"matrix math": 50.0, COMMUNICATION: 20.0, "idle: launch": 30.0}), 72.0, comm=comm)
+    # 5 of 20 ms wait; computing and transferring keep their 65 ms; 7 ms are left for what took 35 ms
+    assert {p.name: p.ms for p in view.parts} == pytest.approx(
+        {"matrix math": 50.0, COMMUNICATION: 16.0, "idle: launch": 6.0}
+    )
+    assert next(p.note for p in view.parts if p.name == COMMUNICATION) == "wait 1, transfer 15"
+    assert view.wait_ms == pytest.approx(1.0)
+    assert "waiting for peers" in view.method
     alone = view_of(rows({COMMUNICATION: 20.0}), 100.0, comm=CollectivesView(wait_ms=None, transfer_ms=3.0))
     assert alone.parts[0].note == ""
 
@@ -108,10 +114,14 @@ def test_without_steps_or_parts_there_is_no_waterfall() -> None:
 @given(
     st.dictionaries(st.sampled_from([*PARTS, "something new"]), st.floats(0, 1e4, allow_subnormal=False), min_size=1),
     st.floats(0.01, 1e4),
+    st.floats(0, 1),
 )
-def test_parts_sum_to_the_step_exactly_and_none_is_negative(profiled: dict[str, float], step_ms: float) -> None:
-    fitted, method = fit(profiled, step_ms)
+def test_parts_sum_to_the_step_exactly_and_none_is_negative(
+    profiled: dict[str, float], step_ms: float, waiting: float
+) -> None:
+    fitted, wait, method = fit(profiled, step_ms, waiting)
     parts = exact(fitted, step_ms)
+    assert 0 <= wait <= parts.get(COMMUNICATION, 0.0) + 1e-9 * step_ms
     assert sum(parts.values()) == pytest.approx(step_ms, rel=1e-12)
     assert min(parts.values()) >= -1e-9 * step_ms
     assert set(profiled) <= set(parts)

@@ -37,11 +37,15 @@ def figure(value: float | None, unit: str = "ms", **more: Any) -> Figure:
     return Figure(value=value, unit=unit, source="measured", how="", **more)
 
 
-def parts(**ms: float) -> WaterfallView:
-    """A waterfall of 100 ms; names with underscores for spaces and `idle_x` for "idle: x", the rest is matrix math."""
+def parts(wait: float | None = None, **ms: float) -> WaterfallView:
+    """A waterfall of 100 ms, `wait` of its exposed communication waiting.
+
+    Names have underscores for spaces and `idle_x` for "idle: x"; the rest is matrix math.
+    """
     named = {n.replace("idle_", "idle: ").replace("_", " ").replace("memory b", "memory-b"): v for n, v in ms.items()}
     whole = {"matrix math": STEP_MS - sum(named.values())} | named
-    return WaterfallView(step_ms=STEP_MS, parts=[Part(name=n, ms=v, share=v / STEP_MS) for n, v in whole.items()])
+    shown = [Part(name=n, ms=v, share=v / STEP_MS) for n, v in whole.items()]
+    return WaterfallView(step_ms=STEP_MS, parts=shown, wait_ms=wait)
 
 
 def healthy(**changes: Any) -> RunReport:

@@ -47,7 +47,8 @@ def compiled(**values: Any) -> CompileView:
 def late(wait: float, transfer: float, exposed: float = 20.0) -> RunReport:
     rows = [collective(last_rank=1), collective(last_rank=1), collective(last_rank=0)]
     view = CollectivesView(wait_ms=wait, transfer_ms=transfer, rows=rows, straggler="rank 1 is late", overlapped=0.25)
-    return healthy(collectives=view, waterfall=parts(exposed_communication=exposed))
+    share = wait / (wait + transfer)
+    return healthy(collectives=view, waterfall=parts(wait=exposed * share, exposed_communication=exposed))
 
 
 def warm(**counts: int) -> CompileView:

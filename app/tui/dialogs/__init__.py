@@ -1,0 +1,1 @@
+"""Modal dialogs: each asks or tells one thing and returns a typed result."""

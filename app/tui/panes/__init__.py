@@ -1,0 +1,1 @@
+"""The panes, one module each; `registry` lists them in tab order."""

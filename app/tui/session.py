@@ -1,0 +1,46 @@
+"""What the panes share: the open run, the stored runs, marks, and a clock that tests can hold still."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from costlab.app.analysis.views import RunReport
+from costlab.app.store import RunSummary
+from costlab.app.tui.live import LiveRun
+from costlab.app.tui.messages import Loaded
+from costlab.probes.records import AnyEvent
+
+
+@dataclass
+class Session:
+    """The state of one sitting; only the app changes it."""
+
+    clock: Callable[[], float] = time.time
+    loaded: Loaded | None = None
+    live: LiveRun | None = None
+    runs: list[RunSummary] = field(default_factory=list)
+    samples: list[str] = field(default_factory=list)
+    listed: bool = False
+    problem: str = ""
+    given: list[Path] = field(default_factory=list)
+    marked: list[Path] = field(default_factory=list)
+
+    @property
+    def report(self) -> RunReport | None:
+        """The open run's report."""
+        return self.loaded.report if self.loaded else None
+
+    @property
+    def recording(self) -> bool:
+        """Whether a run is being recorded."""
+        return self.live is not None and self.live.active
+
+    @property
+    def events(self) -> Sequence[AnyEvent]:
+        """Events of the run being recorded, else of the open one."""
+        if self.live is not None and (self.live.active or self.loaded is None):
+            return tuple(self.live.events)
+        return self.loaded.events if self.loaded else ()
