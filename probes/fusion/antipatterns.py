@@ -91,7 +91,7 @@ _BY_CAUSE = {
 _BY_REASON: tuple[tuple[str, str], ...] = (
     (r"fake (impl|kernel|tensor)|meta kernel|register_fake|operator does not support", "op_without_fake"),
     (r"\.item\(\)|Tensor\.item|\.tolist|_local_scalar_dense|capture_scalar_outputs", "item"),
-    (r"data.dependent|branching|generic_jump", "data_dependent"),
+    (r"data.dependent|branching|generic_jump|dynamic shape operator", "data_dependent"),
     (r"\bprint\b|logging|reorderable", "print"),
 )
 
@@ -196,12 +196,12 @@ def from_breaks(breaks: Sequence[GraphBreak], graphs: Sequence[GraphSpan]) -> li
                 if item.cause == "graph_break":
                     crossing[item.culprit_source] += item.bytes
     found = []
-    for item in breaks:
-        kind = break_kind(item.reason)
-        words = item.reason.strip().splitlines()
-        nbytes = crossing.get(item.source, 0)
-        found.append(_pattern(kind, item.layer, item.source, nbytes, "forward", "", words[0] if words else ""))
-        found[-1].count = item.count
+    for broken in breaks:
+        words = broken.reason.strip().splitlines()
+        nbytes = crossing.get(broken.source, 0)
+        kind = break_kind(broken.reason)
+        found.append(_pattern(kind, broken.layer, broken.source, nbytes, "forward", "", words[0] if words else ""))
+        found[-1].count = broken.count
     return merge(found)
 
 

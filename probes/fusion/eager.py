@@ -9,10 +9,10 @@ from costlab.probes.records import FusionStatus
 from costlab.probes.trace.model import Launch
 
 _LOSS = re.compile(r"log_softmax|nll_loss|cross_entropy|mse_loss|bce|kl_div|smooth_l1|huber")
-_FSDP = re.compile(r"fsdp::|all_gather_copy|split_with_sizes_copy|chunk_cat|_allgather_base|reduce_scatter")
-_ALONE = re.compile(
-    r"embedding|index_select|nll_loss|copy_|clone|fill_|zero_|_to_copy|::to$|sort|topk|nonzero|foreach|fused"
+_FSDP = re.compile(
+    r"fsdp::|_foreach_copy_|all_gather_copy|split_with_sizes_copy|chunk_cat|_allgather_base|reduce_scatter"
 )
+_ALONE = re.compile(r"embedding|index_select|copy_|clone|fill_|zero_|_to_copy|::to$|sort|topk|nonzero|foreach|fused")
 _FUSED_STEP = re.compile(r"_fused_|fusedadam|fused_sgd|FusedAdam|FusedSgd", re.IGNORECASE)
 _LIST_STEP = re.compile(r"foreach|multi_tensor", re.IGNORECASE)
 

@@ -118,6 +118,14 @@ def _module_of(meta: dict[str, Any]) -> tuple[str, str]:
     return ("?" if not trace or "Gradient addition node" in trace else ""), ""
 
 
+def _written(node: torch.fx.Node, packet: str) -> tuple[str, ...]:
+    """Fresh buffers that an operator fills: dataflow goes through them, though no edge of the graph says so."""
+    schema = getattr(node.target, "_schema", None)
+    if packet != "triton_kernel_wrapper_mutation" and not getattr(schema, "is_mutable", False):
+        return ()
+    return tuple(i.name for i in node.all_input_nodes if _describe_target(i.target)[1].startswith("empty"))
+
+
 def _group(name: str, meta: dict[str, Any]) -> str:
     """Nodes decomposed from one user-level operator share this."""
     sequence, original = meta.get("seq_nr"), meta.get("original_aten")
@@ -172,6 +180,7 @@ def fx_nodes(graph: torch.fx.Graph, errors: Any) -> dict[str, FxNode]:
             group=_group(node.name, node.meta),
             view=_is_view(node.target, packet),
             mutates=bool(getattr(getattr(node.target, "_schema", None), "is_mutable", False)),
+            writes=_written(node, packet),
         )
         try:
             record.flops = _flops(node, packet)

@@ -27,6 +27,7 @@ class FxNode:
     group: str = ""  # identifies the user-level operator it was decomposed from
     view: bool = False
     mutates: bool = False
+    writes: tuple[str, ...] = ()  # inputs that it changes, where they are buffers made for it
     flops: int = 0
     layer: str = ""  # FQN relative to the frame's root, resolved after the compile
     source: str = ""  # file.py:line, resolved after the compile

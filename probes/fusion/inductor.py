@@ -1,8 +1,8 @@
 """The adapter to torch's compiler: records every Inductor schedule while a model compiles.
 
-Tried on torch 2.11.0 (CUDA) and 2.13.0 (CPU); `REQUIRED` lists the internals it needs, and a test checks them on the
-running version. Where one is missing nothing is patched and the trace says so. Each patch replaces a method by one
-that calls the original, is taken back on exit, and counts its own errors instead of raising them.
+Tried on torch 2.11.0 and 2.13.0, both without a GPU; `REQUIRED` lists the internals it needs, and a test checks them
+on the running version. Where one is missing nothing is patched and the trace says so. Each patch replaces a method by
+one that calls the original, is taken back on exit, and counts its own errors instead of raising them.
 
 Only this module and `extract`, which reads a finished schedule, touch torch._inductor, torch._dynamo and torch._guards.
 """
@@ -13,6 +13,7 @@ import contextlib
 import functools
 import importlib
 import os
+import re
 import sys
 import threading
 import time
@@ -56,6 +57,19 @@ _PROVENANCE = "set_kernel_post_grad_provenance_tracing"
 _BACKENDS = ("torch._inductor.codegen.cpp", "torch._inductor.codegen.triton", "torch._inductor.codegen.simd")
 
 
+_SKIPPED_FRAME = re.compile(r"frame skipped: \w+ \((.+) line (\d+)\)")
+
+
+def _forward_codes(model: torch.nn.Module | None) -> dict[tuple[str, int], str]:
+    """(file, first line) of every module's forward -> FQN of the first module that has it."""
+    found: dict[tuple[str, int], str] = {}
+    for name, module in model.named_modules() if model is not None else ():
+        code = getattr(type(module).forward, "__code__", None)
+        if code is not None:
+            found.setdefault((PurePath(code.co_filename).name, code.co_firstlineno), fqn.normalise(name))
+    return found
+
+
 def missing_internals() -> list[str]:
     """The entries of `REQUIRED` that this torch does not have."""
     absent = []
@@ -97,6 +111,8 @@ class FusionCollector:
         self._local = threading.local()
         self._stack = contextlib.ExitStack()
         self._breaks_before = 0
+        self._unimplemented_before: dict[str, int] = {}
+        self._codes = _forward_codes(model)
         self._compile_seconds = 0.0
         self._compile_started = 0.0
         self._hook_seconds = 0.0
@@ -130,7 +146,7 @@ class FusionCollector:
         from torch._inductor import codecache, scheduler
 
         for name in _BACKENDS:
-            self._guarded("import", importlib.import_module, name)
+            importlib.import_module(name)
         owner = scheduler.Scheduler
         self._replace(codecache.FxGraphHashDetails, "__init__", self._salted(codecache.FxGraphHashDetails.__init__))
         self._replace(owner, "fuse_nodes", self._fuse_nodes(owner.fuse_nodes))
@@ -142,6 +158,7 @@ class FusionCollector:
         from torch._dynamo import utils
 
         self._breaks_before = len(getattr(utils, "graph_break_reasons", ()))
+        self._unimplemented_before = dict(utils.counters.get("unimplemented", {}))
 
     def _replace(self, owner: Any, name: str, value: Any) -> None:
         original = owner.__dict__[name]
@@ -343,7 +360,19 @@ class FusionCollector:
             frames = tuple(f"{PurePath(f.filename).name}:{f.lineno}" for f in item.user_stack)
             known = found.setdefault((item.reason, frames), GraphBreak(reason=item.reason, frames=list(frames)))
             known.count += 1
-        return list(found.values())
+        return list(found.values()) + self._skipped(utils.counters.get("unimplemented", {}))
+
+    def _skipped(self, unimplemented: dict[str, int]) -> list[GraphBreak]:
+        """Frames that were given up as a whole: a break inside a loop leaves no break reason, only this counter."""
+        found = []
+        for reason, count in unimplemented.items():
+            skipped = _SKIPPED_FRAME.search(reason)
+            if skipped is None or count <= self._unimplemented_before.get(reason, 0):
+                continue
+            place = (PurePath(skipped.group(1)).name, int(skipped.group(2)))
+            layer = self._codes.get(place, "")
+            found.append(GraphBreak(reason, [f"{place[0]}:{place[1]}"], count, layer, skipped=True))
+        return found
 
     def trace(self) -> FusionTrace:
         """What was collected so far, judged. Call it after the compiles, outside the time that is measured."""

@@ -89,6 +89,7 @@ class GraphBreak:
     frames: list[str] = field(default_factory=list)  # file.py:line of the user's stack, outermost first
     count: int = 0
     layer: str = ""  # FQN of the module whose frame was cut, where it can be told
+    skipped: bool = False  # the whole frame runs eagerly; `frames` is where its function begins
 
     @property
     def source(self) -> str:

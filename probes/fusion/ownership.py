@@ -16,7 +16,7 @@ GENERATORS = frozenset(
     {"full", "empty", "iota", "arange", "scalar_tensor", "zeros", "ones", "empty_strided", "full_like", "new_zeros"}
     | {"inductor_seed", "inductor_seeds"}
 )
-COPIES = frozenset({"clone", "contiguous"})
+COPIES = frozenset({"clone", "contiguous", "cat"})
 CASTS = frozenset({"convert_element_type", "_to_copy"})
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 _LIBRARY = re.compile(r"/(site|dist)-packages/torch/")
@@ -92,6 +92,11 @@ class Ownership:
         self.klass: dict[str, str] = {}
         for node in self.nodes.values():
             self.klass[node.name] = self._classify(node) if node.op == "call_function" else "input"
+        for node in self.nodes.values():
+            for name in node.writes if self.klass[node.name] in ("extern", "fallback") else ():
+                self.klass[name] = self.klass[node.name]
+                if node.name in self.owner:
+                    self.owner[name] = self.owner[node.name]
 
     def _owners(self) -> dict[str, SchedOp]:
         """Origins are inherited downstream: library calls own their exact node, loops what is first seen in them."""

@@ -69,7 +69,7 @@ class Tally:
 
     @property
     def main_cause(self) -> str:
-        """The cause that loses most, addressable ones of a hundredth or more first; what breaks the layer before all."""
+        """What breaks the layer, else the cause that loses most; addressable ones of a hundredth or more come first."""
         if self.hard:
             return min(self.hard)
         floor = MINOR * self.actual

@@ -31,16 +31,29 @@ class Between:
         self._bits = {n: 1 << i for i, n in enumerate(x for x in nodes if klass[x] in BARRIERS)}
         self._above: dict[str, int] = {}
         self._below: dict[str, int] = dict.fromkeys(nodes, 0)
-        for name, node in nodes.items():
+        sources = self._sources(nodes)
+        for name in nodes:
             mask = 0
-            for i in node.inputs:
+            for i in sources[name]:
                 mask |= self._above.get(i, 0) | self._bits.get(i, 0)
             self._above[name] = mask
-        for name, node in reversed(nodes.items()):
+        for name in reversed(nodes):
             passed = self._below[name] | self._bits.get(name, 0)
-            for i in node.inputs:
+            for i in sources[name]:
                 if i in self._below:
                     self._below[i] |= passed
+
+    @staticmethod
+    def _sources(nodes: dict[str, FxNode]) -> dict[str, tuple[str, ...]]:
+        """Inputs of every node, with the operator that filled a buffer for the buffer's later readers."""
+        filled: dict[str, str] = {}
+        sources = {}
+        for name, node in nodes.items():
+            sources[name] = (*node.inputs, *(filled[i] for i in node.inputs if i in filled))
+            filled.update(dict.fromkeys(node.writes, name))
+            if node.view and node.inputs and node.inputs[0] in filled:
+                filled[name] = filled[node.inputs[0]]
+        return sources
 
     def barriers(self, first: str, second: str) -> list[str]:
         """Barriers on a path from the first node to the second."""
@@ -98,16 +111,16 @@ class Structure:
             if kernel is not None and kernel != home:
                 by_kernel[kernel].append((consumer, view))
         found = []
-        buffers = self._buffers_of(tensor)
+        buffers = self.buffers_of(tensor)
         for kernel in self._loading(tensor, home, list(by_kernel), buffers):
             direct = by_kernel.get(kernel, [])
             # A kernel that recomputes another's operator loads its inputs without owning a consumer of them.
-            consumer = direct[0][0] if direct else self._leading.get(kernel)
+            reader = direct[0][0] if direct else self._leading.get(kernel)
             parts = self._loaded_parts(kernel, buffers) or {
                 hash(view): self._view_bytes(view, tensor) for _, view in direct or ((tensor, tensor.name),)
             }
-            if consumer is not None:
-                found.append(Read(kernel, consumer, min(tensor.nbytes, sum(parts.values())), parts))
+            if reader is not None:
+                found.append(Read(kernel, reader, min(tensor.nbytes, sum(parts.values())), parts))
         return found
 
     def _loaded_parts(self, kernel: int, buffers: set[str]) -> dict[int, int]:
@@ -122,7 +135,7 @@ class Structure:
         node = self.nodes.get(view)
         return min(node.nbytes, tensor.nbytes) if node is not None and node.nbytes else tensor.nbytes
 
-    def _buffers_of(self, tensor: FxNode) -> set[str]:
+    def buffers_of(self, tensor: FxNode) -> set[str]:
         """Buffers that hold a tensor; empty where the schedule does not say."""
         if tensor.op == "placeholder":
             return {tensor.name}
@@ -189,7 +202,7 @@ class Structure:
         return consumers, needed
 
     def _buffers(self) -> tuple[dict[int, dict[str, dict[int, int]]], dict[str, set[str]], dict[str, set[str]]]:
-        """(kernel -> buffers it loads and how, node -> buffers of its kernel that contain it, node -> buffers exactly it)."""
+        """(kernel -> buffers it loads, node -> its kernel's buffers that contain it, node -> buffers exactly it)."""
         loaded: dict[int, dict[str, dict[int, int]]] = defaultdict(dict)
         holders: dict[str, set[str]] = defaultdict(set)
         exact: dict[str, set[str]] = defaultdict(set)

@@ -214,7 +214,7 @@ def _cut_backward(graphs: Sequence[GraphSpan]) -> None:
 def _reason(places: Sequence[str], breaks: Sequence[GraphBreak], root: str) -> tuple[str, str]:
     """(reason, file.py:line) of the break that cut a frame at one of `places`."""
     for item in breaks:
-        if any(p in item.frames for p in places):
+        if not item.skipped and any(p in item.frames for p in places):
             item.layer = item.layer or root
             return item.reason, item.source
     return "the frame was cut here", places[0]

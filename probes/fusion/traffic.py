@@ -51,8 +51,10 @@ class TrafficModel:
         reads = self.structure.reads(tensor)
         for read in reads:
             self.ledger.read(read.consumer.layer, read.kernel, read.nbytes)
-        lost = self._lost_own_reads(tensor, reads) if own else self._lost_shared_reads(tensor, reads)
         kernel = self._own.kernel(tensor.name)
+        # What a mere copy wrote would be read from its source instead, so its first reader stays.
+        fused = own and kernel is not None and not self._idle(kernel)
+        lost = self._lost_own_reads(tensor, reads) if fused else self._lost_shared_reads(tensor, reads)
         needed = tensor.name in self.structure.needed
         if own and kernel is not None and (reads or needed or self.klass[tensor.name] == "fallback"):
             self.ledger.write(tensor.layer, kernel, tensor.nbytes)
@@ -72,7 +74,7 @@ class TrafficModel:
             if group is not None and again:
                 lost.append(self._lose_read(tensor, group[0].consumer, read, again))
             elif self._idle(read.kernel):
-                lost.append(self._lose_idle_read(tensor, read))
+                lost.append(self._lose_idle_read(read, read.nbytes))
             if group is None:
                 groups.append((read, dict(read.parts)))
             else:
@@ -91,6 +93,8 @@ class TrafficModel:
         return min(read.nbytes, again + max(0, covered + fresh - tensor.nbytes))
 
     def _lose_read(self, tensor: FxNode, partner: FxNode, read: Read, nbytes: int) -> Lost:
+        if self._idle(read.kernel):
+            return self._lose_idle_read(read, nbytes)
         cause, reason = self._cause(tensor, partner, read)
         item = self._item(partner, read.consumer, cause, reason, nbytes)
         item.consumer_kernel = self.kernel_name(read.kernel)
@@ -100,16 +104,16 @@ class TrafficModel:
         return self.ledger.lose(item, read.kernel)
 
     def _lose_write(self, tensor: FxNode, kernel: int, lost_reads: list[Lost], needed: bool) -> None:
-        """A tensor is written in vain if only kernels read it that should have been fused, or if it is a mere copy."""
-        if not needed and lost_reads:
+        """A tensor is written in vain if it is a mere copy, or if only kernels read it that should have been fused."""
+        if self._idle(kernel):
+            self.ledger.lose(self._idle_item(tensor, kernel, tensor.nbytes), kernel)
+        elif not needed and lost_reads:
             why = next((item for item in lost_reads if item.addressable), lost_reads[0])
             item = self._item(tensor, None, why.cause, why.reason, tensor.nbytes)
             item.consumer, item.consumer_source = why.consumer, why.consumer_source
             item.culprit, item.culprit_source = why.culprit, why.culprit_source
             item.addressable = why.addressable
             self.ledger.lose(item, kernel)
-        elif self._idle(kernel):
-            self.ledger.lose(self._idle_item(tensor, tensor, None, kernel, tensor.nbytes), kernel)
 
     def _cause(self, tensor: FxNode, partner: FxNode, read: Read) -> tuple[str, str]:
         """Why `partner`, which makes or also reads the tensor, and the reader are not one kernel."""
@@ -122,7 +126,8 @@ class TrafficModel:
             cause = "collective_boundary" if collective else "through_extern"
             return cause, f"{self.facts.nodes[between[0]].target} lies between"
         first = self._own.operation(partner.name)
-        return self._reasons.why(first.name if first else "", self._operation_in(read, tensor))
+        second = self._operation_in(read, tensor)
+        return self._reasons.why(first.name if first else "", second, self.structure.buffers_of(tensor))
 
     def _operation_in(self, read: Read, tensor: FxNode) -> str:
         """The scheduler operation that does the reading, also where the kernel recomputes another's operator."""
@@ -147,23 +152,22 @@ class TrafficModel:
     def _idle(self, kernel: int) -> bool:
         return self.kinds[kernel] == "layout_copy" or self.structure.casts_only(kernel)
 
-    def _lose_idle_read(self, tensor: FxNode, read: Read) -> Lost:
-        item = self._idle_item(read.consumer, tensor, read.consumer, read.kernel, read.nbytes)
-        item.consumer_kernel = self.kernel_name(read.kernel)
-        return self.ledger.lose(item, read.kernel)
+    def _lose_idle_read(self, read: Read, nbytes: int) -> Lost:
+        return self.ledger.lose(self._idle_item(read.consumer, read.kernel, nbytes), read.kernel)
 
-    def _idle_item(self, mover: FxNode, producer: FxNode, consumer: FxNode | None, kernel: int, nbytes: int) -> Lost:
-        """The loss of a read or write that only copies or converts."""
+    def _idle_item(self, mover: FxNode, kernel: int, nbytes: int) -> Lost:
+        """The loss of a read or a write of `mover`, which only copies or converts."""
+        source = self.facts.nodes.get(self._own.base(mover.inputs[0])) if mover.inputs else None
         if self.kinds[kernel] == "layout_copy":
             reason = f"{mover.target} copies into another layout and computes nothing"
-            item = self._item(producer, consumer, "layout_copy", reason, nbytes)
+            item = self._item(source or mover, mover, "layout_copy", reason, nbytes)
         else:
-            source = self.facts.nodes.get(self._own.base(mover.inputs[0])) if mover.inputs else None
             reason = f"converts {source.dtype if source else '?'} to {mover.dtype} and computes nothing"
-            item = self._item(producer, consumer, "dtype_copy", reason, nbytes)
+            item = self._item(source or mover, mover, "dtype_copy", reason, nbytes)
             # Converting the graph's own inputs and results is the caller's dtype policy, not the layer's doing.
             given = source is not None and source.op == "placeholder"
             item.addressable = not given and mover.name not in self.structure.results
+        item.consumer_kernel = self.kernel_name(kernel)
         item.culprit, item.culprit_source = mover.target, mover.source
         return item
 
@@ -189,12 +193,12 @@ class TrafficModel:
     def _reader_of(self, index: int) -> FxNode | None:
         """The operator that an inserted copy was made for."""
         written = {b for op in self.facts.kernels[index].ops for b in self.facts.ops[op].buffers}
-        reader = next((op for op in self.facts.ops.values() if op.kernel != index and op.reads & written), None)
+        reader = next((o for o in self.facts.ops.values() if o.kernel != index and o.reads.keys() & written), None)
         names = (reader.origin, *reader.origins) if reader is not None else ()
         return next((self.facts.nodes[n] for n in names if n in self.facts.nodes), None)
 
     def _item(self, producer: FxNode, consumer: FxNode | None, cause: str, reason: str, nbytes: int) -> Lost:
-        """A loss at the consumer's layer, or without one at the producer's."""
+        """A loss at the consumer's layer, or without a consumer at the producer's."""
         return Lost(
             layer=producer.layer if consumer is None else consumer.layer,
             cause=cause,

@@ -78,12 +78,16 @@ class Verdicts:
             for path in levels(layer):
                 verdicts.setdefault(path, "unknown")
         traced = statuses(own, self._floor)
+        inside: dict[str, set[FusionStatus]] = defaultdict(set)
         for path in sorted(verdicts, key=fqn.natural, reverse=True):
             mine = status(own[path], self._floor) if not path and path in own else traced.get(path)
             found = [v for v in (mine, self._outside(phase, path)) if v is not None]
-            inside = [v for p, v in verdicts.items() if path and p != path and fqn.inside(p, path)]
-            lifted: list[FusionStatus] = ["partial" if v == "broken" else v for v in inside]
-            verdicts[path] = worst([*found, *([] if mine is not None and "broken" not in inside else lifted)])
+            if mine is None or "broken" in inside[path]:
+                found += ["partial" if v == "broken" else v for v in inside[path]]
+            verdicts[path] = worst(found)
+            above = fqn.parent(path)
+            if above:
+                inside[above] |= inside[path] | {verdicts[path]}
         return verdicts
 
     def _outside(self, phase: str, layer: str) -> FusionStatus | None:

@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
+import ast
 from collections import defaultdict
+from collections.abc import Collection
 
 from costlab.probes.fusion.causes import cause_of
 from costlab.probes.fusion.facts import GraphFacts
 
+_INDEXING = "indexing: "
 _SHAPES = ("iteration_shape", "layout_mismatch", "backend_loop_mismatch")
+
+
+def _about(text: str, buffers: Collection[str]) -> str:
+    """Of a reason that lists how each shared buffer is indexed, what it says of `buffers`."""
+    if not text.startswith(_INDEXING):
+        return text
+    try:
+        by_buffer = ast.literal_eval(text.removeprefix(_INDEXING))
+        return next(f"{_INDEXING}{by_buffer[b]}" for b in by_buffer if b in buffers)
+    except (ValueError, SyntaxError, TypeError, StopIteration):
+        return text
 
 
 class Reasons:
@@ -48,8 +62,8 @@ class Reasons:
         pairs |= set(self._first[second]) & set(self._second[first])
         return max(pairs, default=None)
 
-    def why(self, first: str, second: str) -> tuple[str, str]:
-        """(cause, reason) for two operations by name."""
+    def why(self, first: str, second: str, buffers: Collection[str] = ()) -> tuple[str, str]:
+        """(cause, reason) for two operations by name, as far as `buffers`, which they share, are concerned."""
         ops = self._facts.ops
         one, two = ops.get(first), ops.get(second)
         if one is None or two is None:
@@ -60,14 +74,15 @@ class Reasons:
         if index is None:
             return "not_attempted", "the scheduler never tried the pair"
         rejection = self._facts.rejections[index]
-        cause = cause_of(rejection.template)
+        text = _about(rejection.text, buffers)
+        cause = cause_of(text if text.startswith(_INDEXING) else rejection.template)
         if cause == "no_shared_data":
             cause = "not_attempted"
         if cause in _SHAPES and self._reduction_decides(cause, one.reduction, two.reduction):
             cause = "reduction_shape"
-        if cause == "data_dependency" and self._reduction_between(first, second):
+        if cause in (*_SHAPES, "data_dependency") and self._reduction_between(first, second):
             cause = "reduction_shape"
-        return cause, rejection.text
+        return cause, text
 
     @staticmethod
     def _reduction_decides(cause: str, first: bool, second: bool) -> bool:
