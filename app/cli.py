@@ -78,6 +78,7 @@ def run_command(
     batch: Annotated[int, typer.Option("--batch", "-b", help="Samples per rank; 0: the size's default")] = 0,
     seq: Annotated[int, typer.Option(help="Tokens per sample; 0: the size's default")] = 0,
     recompute: Annotated[str, typer.Option(help="Activation recomputation: none or block")] = "none",
+    fused: Annotated[bool, typer.Option("--fused", help="Put in fused Triton kernels where they fit")] = False,
     optimizer: Annotated[str, typer.Option(help="adamw or sgd")] = "adamw",
     lr: Annotated[float, typer.Option(help="Learning rate")] = 3e-4,
     steps: Annotated[int, typer.Option(help="Timed steps")] = 20,

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from costlab.probes import checkpoint_state as states
 from costlab.probes.checkpoint_modes import Pending, Saver, Sync, savers
 from costlab.probes.checkpoint_state import Snapshot, Tree
-from costlab.probes.environment import memory_limit
+from costlab.probes.machine import memory_limit
 from costlab.probes.peers import Peers, end_group, new_cpu_group
 from costlab.probes.records import CheckpointRow, StepRow
 from costlab.probes.sources import scrub

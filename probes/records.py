@@ -365,6 +365,8 @@ class WorkloadFacts(msgspec.Struct, kw_only=True):
     expected_comm_bytes: int | None = None  # one rank, one step, from parameter sizes
     expected_comm_formula: str = ""
     layer_classes: dict[str, str] = {}  # module FQN -> class
+    fused: list[str] = []  # "kernel: module" for every fused kernel put in
+    fused_notes: list[str] = []  # where the unfused path was kept, and why
     source: str = ""
 
 

@@ -48,6 +48,7 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=F
     batch: int = 0
     seq: int = 0
     recompute: Recompute = "none"
+    fused: bool = False
     optimizer: Optimizer = "adamw"
     lr: float = 3e-4
     steps: int = 20

@@ -208,6 +208,8 @@ def build(run: RankRun) -> Trainer:
         workload.model.to(run.device).train()
         workload.blocks = workload.blocks or find_blocks(workload.model)
         describe(run, workload)
+        if spec.fused:
+            put_in_fused_kernels(run, workload)
         if run.rank == 0:
             run.voice.progress(1, 3, "measuring this machine's ceilings")
         tflops, run.facts.peak_method = matmul_tflops(run.device, dtype)
@@ -244,6 +246,24 @@ def describe(run: RankRun, workload: Workload) -> None:
     if workload.flops_per_batch:
         facts.flops_per_step = workload.flops_per_batch * run.world
     facts.flops_formula = workload.flops_formula
+
+
+def put_in_fused_kernels(run: RankRun, workload: Workload) -> None:
+    """Exchange what is recognised in the model and its loss for fused kernels; the rest keeps its own path."""
+    from costlab.kernels.fused import registry
+
+    facts = run.facts
+    if not registry.available(run.device):
+        facts.fused_notes.append(f"fused kernels need a CUDA device with Triton, not {run.device.type}: none put in")
+    else:
+        facts.fused = registry.apply(workload.model, findings=facts.fused_notes)
+        loss = registry.fused_loss(workload.model, workload.loss, workload.batch(0), facts.fused_notes)
+        if loss is not None:
+            workload.loss = loss
+            facts.fused.append("linear_cross_entropy: loss")
+    run.voice.log(f"{len(facts.fused)} fused kernels put in")
+    for note in facts.fused_notes:
+        run.voice.log(note, "warning")
 
 
 def count_flops(workload: Workload, run: RankRun) -> tuple[float | None, str]:

@@ -49,5 +49,5 @@ def run_info(manifest: Manifest, status: RunStatus, notes: Sequence[str]) -> Run
         failure=failure.message if failure else "",
         failure_advice=failure.advice if failure else "",
         log_tail=list(failure.log_tail) if failure else [],
-        notes=list(dict.fromkeys([*ended, *notes, *manifest.notes, *environment.limits])),
+        notes=list(dict.fromkeys([*ended, *notes, *manifest.notes, *facts.fused_notes, *environment.limits])),
     )

@@ -15,7 +15,8 @@ import pytest
 import torch
 
 from costlab.probes.doctor import doctor_lines
-from costlab.probes.environment import cpu_model, cpu_quota, environment, gpus, limits, machine, memory_limit
+from costlab.probes.environment import environment
+from costlab.probes.machine import cpu_model, cpu_quota, gpus, limits, machine, memory_limit
 from costlab.probes.nvml import Nvml, visible
 
 from .fake_nvml import FakeNvml
@@ -124,7 +125,7 @@ def test_environment_adds_what_torch_knows() -> None:
 
 def test_machine_and_doctor_do_not_import_torch() -> None:
     code = (
-        "import sys; from costlab.probes.environment import machine, doctor_lines; machine(); doctor_lines();"
+        "import sys; from costlab.probes.machine import machine; from costlab.probes.doctor import doctor_lines; machine(); doctor_lines();"
         "sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,54 @@
+"""Jobs beside runs (calibration, collective benchmark): started, followed and ended by the launcher of runs."""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from costlab.probes import failures
+from costlab.probes.launch import Launcher
+from costlab.probes.session import Voice, die_with_launcher
+from costlab.probes.spec import RunSpec
+
+
+class JobLauncher(Launcher):
+    """Runs `module` under torchrun with the job's options as JSON behind the run directory."""
+
+    def __init__(self, module: str, options: msgspec.Struct, spec: RunSpec, run_dir: Path) -> None:
+        super().__init__(spec, run_dir)
+        self.module = module
+        self.options = msgspec.json.encode(options).decode()
+
+    def command(self) -> list[str]:
+        """The run's command line with another module."""
+        command = super().command()
+        at = command.index("--module")
+        return [*command[: at + 1], self.module, str(self.run_dir), self.options]
+
+
+def run_rank(argv: list[str], body: Callable[[Path, bytes, int, Voice], None]) -> int:
+    """A rank's main: every exception becomes a Failure event and exit code 1."""
+    run_dir, options = Path(argv[1]), argv[2].encode()
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    die_with_launcher()
+    rank = int(os.environ.get("RANK", "0"))
+    voice = Voice(run_dir, rank)
+    voice.open()
+    try:
+        body(run_dir, options, rank, voice)
+    except Exception as error:  # reported to the launcher, which ends the other ranks
+        message = str(error) or type(error).__name__
+        kind = failures.classify(f"{type(error).__module__}.{type(error).__name__}", message)
+        voice.fail(kind, f"{type(error).__name__}: {message}" if kind == "error" else message, traceback.format_exc())
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)  # destroying a process group whose peers are stuck would hang here
+    voice.finish()
+    return 0
