@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeVar
 import typer
 
 from costlab.app.exit_codes import Exit
+from costlab.app.topology.commands import bench_collectives, topo
 
 if TYPE_CHECKING:
     from costlab.app.analysis.views import RunReport
@@ -92,6 +93,7 @@ def run_command(
     checkpoint_every: Annotated[int, typer.Option(help="Steps between checkpoints, for their share")] = 500,
     checkpoint_steps: Annotated[int, typer.Option(help="Steps around each measured save")] = 8,
     threads: Annotated[int, typer.Option(help="CPU threads per rank; 0: the cores shared out")] = 0,
+    check_in: Annotated[str, typer.Option(help="Bind ranks to their GPU's NUMA node: off, report or bind")] = "report",
     silence_timeout: Annotated[float, typer.Option(help="Give up after this many seconds without progress")] = 600.0,
     collective_timeout: Annotated[float, typer.Option(help="Seconds a collective may take")] = 180.0,
     nnodes: Annotated[int, typer.Option(help="Hosts; start the same command on each")] = 1,
@@ -352,6 +354,17 @@ def doctor() -> None:
     from costlab.probes.doctor import doctor_lines
 
     typer.echo(render_doctor(doctor_lines()))
+
+
+app.command()(topo)
+bench = typer.Typer(no_args_is_help=True, help="Measure parts of this machine by themselves.")
+bench.command(name="collectives")(bench_collectives)
+app.add_typer(bench, name="bench")
+
+
+@bench.callback()
+def bench_group() -> None:
+    """Measure parts of this machine by themselves."""
 
 
 def main() -> None:

@@ -13,6 +13,7 @@ DType = Literal["fp32", "bf16"]
 CompileMode = Literal["default", "reduce-overhead", "max-autotune-no-cudagraphs"]
 Recompute = Literal["none", "block"]
 Optimizer = Literal["adamw", "sgd"]
+CheckIn = Literal["off", "report", "bind"]
 
 BUILTIN_WORKLOADS = ("llama", "gpt2", "resnet50")
 WORKLOAD_SIZES: dict[str, tuple[str, ...]] = {
@@ -61,6 +62,7 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=F
     silence_timeout_s: float = 600.0
     collective_timeout_s: float = 180.0
     threads: int = 0
+    check_in: CheckIn = "report"
     nnodes: int = 1
     node_rank: int = 0
     rdzv_endpoint: str = ""

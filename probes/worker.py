@@ -44,6 +44,7 @@ from costlab.probes.tables import write_bytes, write_rows
 if TYPE_CHECKING:
     import torch
 
+    from costlab.probes.checkin import Placement
     from costlab.probes.energy import EnergyProbe
     from costlab.probes.fusion.model import FusionTrace
     from costlab.probes.memory import MemoryProbe
@@ -65,6 +66,7 @@ class RankRun:
     voice: Voice
     device: torch.device
     backend: str
+    placement: Placement
     memory: MemoryProbe
     energy: EnergyProbe
     facts: WorkloadFacts = field(default_factory=WorkloadFacts)
@@ -120,6 +122,7 @@ def run_rank(spec: RunSpec, run_dir: Path, rank: int, voice: Voice) -> None:
         checkpoint_phase(run, trainer)
     voice.enter("write")
     write_facts(run)
+    run.write(LinkRow, link_rows(run))
     run.write(MemoryRow, run.memory.rows(rank))
     run.write(PowerRow, run.energy.rows(rank))
     dist.barrier()
@@ -128,7 +131,14 @@ def run_rank(spec: RunSpec, run_dir: Path, rank: int, voice: Voice) -> None:
 
 
 def check_in(spec: RunSpec, run_dir: Path, rank: int, voice: Voice) -> RankRun:
-    """Choose the device, join the process group, record the environment."""
+    """Bind to the GPU's NUMA node, choose the device, join the process group, record the environment."""
+    from costlab.probes import checkin
+
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    # Before torch starts threads of its own: they inherit the binding.
+    placement = checkin.check_in(spec.check_in, local_rank)
+    voice.log(f"check-in: {placement.sentence}")
+
     import torch
     import torch.distributed as dist
 
@@ -136,8 +146,10 @@ def check_in(spec: RunSpec, run_dir: Path, rank: int, voice: Voice) -> RankRun:
     from costlab.probes.environment import environment
     from costlab.probes.memory import MemoryProbe
 
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     device, backend = choose_device(spec, local_rank)
+    if device.type == "cuda":
+        checkin.confirm(placement, checkin.cuda_bus_id(device))
+        dump_nccl_topology(run_dir)
     if spec.nnodes == 1:
         interface = loopback_interface()
         if interface:
@@ -154,12 +166,28 @@ def check_in(spec: RunSpec, run_dir: Path, rank: int, voice: Voice) -> RankRun:
         voice=voice,
         device=device,
         backend=backend,
+        placement=placement,
         memory=MemoryProbe(device),
         energy=EnergyProbe(device.index if device.type == "cuda" else None, local_rank=local_rank),
     )
     run.environment = environment(device, backend)
     write_facts(run)
     return run
+
+
+def dump_nccl_topology(run_dir: Path) -> None:
+    """Let NCCL write the machine and the rings it found, unless the user sends them elsewhere."""
+    os.environ.setdefault("NCCL_TOPO_DUMP_FILE", str(run_dir / "raw" / "nccl-topo.xml"))
+    os.environ.setdefault("NCCL_GRAPH_DUMP_FILE", str(run_dir / "raw" / "nccl-graph.xml"))
+
+
+def link_rows(run: RankRun) -> list[LinkRow]:
+    """Where this rank's CPUs and memory lay, and, from one rank a host, the machine's devices and links."""
+    from costlab.probes import checkin
+    from costlab.probes.topology import machine_rows
+
+    rows = [*run.placement.rows(run.rank), *checkin.closing_rows(run.placement, run.rank)]
+    return [*rows, *machine_rows(run.rank)] if run.local_rank == 0 else rows
 
 
 def choose_device(spec: RunSpec, local_rank: int) -> tuple[torch.device, str]:
@@ -378,7 +406,6 @@ def profile_phase(run: RankRun, trainer: Trainer) -> None:
     run.write(SpanRow, result.spans)
     run.write(MissRow, result.misses)
     run.write(KernelRow, result.kernels)
-    run.write(LinkRow, [])
 
 
 def checkpoint_phase(run: RankRun, trainer: Trainer) -> None:
