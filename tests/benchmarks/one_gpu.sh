@@ -14,13 +14,15 @@ mkdir -p "$out"
 timed costlab doctor
 timed costlab run --preset 1b --ranks 1 --out "$work/llama-1b"
 timed costlab report "$work/llama-1b" -f text -o "$out/llama-1b.txt"
-timed costlab report "$work/llama-1b" -f json -o "$out/llama-1b.json"
 timed "$python" "$here/step_time.py" "$work/llama-1b" "$out"
-timed costlab run --preset resnet50 --ranks 1 --no-checkpoint --out "$work/resnet50"
-timed costlab run --preset 1b --ranks 1 --compile none --no-checkpoint --out "$work/llama-1b-eager"
-for name in llama-1b resnet50 llama-1b-eager; do
-    timed costlab report "$work/$name" -f text -o "$out/$name-report.txt"
-    timed "$python" "$here/pack_sample.py" "$work/$name" "h200-$name" "$out"
+timed costlab run --preset 1b --ranks 1 --fused --no-checkpoint --out "$work/llama-1b-fused"
+timed costlab report "$work/llama-1b-fused" -f text -o "$out/llama-1b-fused.txt"
+if [ "${SAMPLES:-1}" = 1 ]; then
+    timed costlab run --preset resnet50 --ranks 1 --no-checkpoint --out "$work/resnet50"
+    timed costlab run --preset 1b --ranks 1 --compile none --no-checkpoint --out "$work/llama-1b-eager"
+fi
+for name in llama-1b llama-1b-fused resnet50 llama-1b-eager; do
+    [ -d "$work/$name" ] && timed "$python" "$here/pack_sample.py" "$work/$name" "h200-$name" "$out"
+    [ -d "$work/$name" ] && tar czf "$out/$name-run.tar.gz" -C "$work" "$name"
 done
-tar czf "$out/runs.tar.gz" -C "$work" llama-1b resnet50 llama-1b-eager
 ls -l "$out"
