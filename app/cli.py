@@ -92,6 +92,7 @@ def run_command(
     run_steps: Annotated[int, typer.Option(help="Steps of the whole training run, for its price")] = 100_000,
     checkpoint_every: Annotated[int, typer.Option(help="Steps between checkpoints, for their share")] = 500,
     checkpoint_steps: Annotated[int, typer.Option(help="Steps around each measured save")] = 8,
+    checkpoint_budget: Annotated[float, typer.Option(help="Seconds for checkpoints; 0: keep to two minutes")] = 0.0,
     threads: Annotated[int, typer.Option(help="CPU threads per rank; 0: the cores shared out")] = 0,
     check_in: Annotated[str, typer.Option(help="Bind ranks to their GPU's NUMA node: off, report or bind")] = "report",
     silence_timeout: Annotated[float, typer.Option(help="Give up after this many seconds without progress")] = 600.0,
@@ -106,9 +107,10 @@ def run_command(
     from costlab.probes.spec import SpecError
 
     values = dict(context.params)
-    for name in ("preset", "out", "quiet", "price", "silence_timeout", "collective_timeout"):
+    for name in ("preset", "out", "quiet", "price", "silence_timeout", "collective_timeout", "checkpoint_budget"):
         values.pop(name)
     values |= {
+        "checkpoint_budget_s": checkpoint_budget,
         "price_per_gpu_hour": price,
         "silence_timeout_s": silence_timeout,
         "collective_timeout_s": collective_timeout,

@@ -133,6 +133,13 @@ def interval(item: Figure | None) -> str:
     return f"[{value(item.low, unit)}, {value(item.high, unit)}]"
 
 
+def resolved(item: Figure | None) -> str:
+    """A difference of times: its value, or "< high" where its interval holds zero, so that noise is not read as one."""
+    if item is None or item.low is None or item.high is None or item.low > 0:
+        return figure(item)
+    return f"< {value(max(item.high, 0.0), item.unit)}"
+
+
 def footnote(item: Figure) -> str:
     """Where a figure comes from: "measured, n=20: median of the timed steps"."""
     sample = "" if item.n is None else f", n={item.n}"

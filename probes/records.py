@@ -201,6 +201,16 @@ class PowerRow(Row, kw_only=True):
     source: str
 
 
+class GradientRow(Row, kw_only=True):
+    """L2 norm of one parameter's gradient in one step, shards of all ranks together."""
+
+    table: ClassVar[str] = "gradients"
+    rank: int
+    step: int  # training step, warm-up included
+    tensor: str  # parameter FQN
+    norm: float
+
+
 class LinkRow(Row, kw_only=True):
     """A device and how it is reached, as found at check-in."""
 
@@ -224,6 +234,7 @@ ROWS: tuple[type[Row], ...] = (
     CheckpointRow,
     MemoryRow,
     PowerRow,
+    GradientRow,
     LinkRow,
 )
 

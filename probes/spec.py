@@ -31,8 +31,8 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=F
     """All options of one run.
 
     `batch` is per rank; `seq` is tokens per sample (ignored by image workloads). `size` names a model size of
-    the workload ("tiny" .. "1b"). `ranks` 0 means one per local GPU, or 2 on CPU. Zero in `batch` or `seq`
-    means the workload's default for that size.
+    the workload ("tiny" .. "1b"). `ranks` 0 means one per local GPU, or 2 on CPU. Zero in `batch` or `seq` means the
+    workload's default for that size; in `checkpoint_budget_s`, what is left of a run of about two minutes.
     """
 
     workload: str = "llama"
@@ -58,6 +58,7 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=F
     seed: int = 0
     checkpoint: bool = True
     checkpoint_steps: int = 8
+    checkpoint_budget_s: float = 0.0
     keep_raw: bool = True
     silence_timeout_s: float = 600.0
     collective_timeout_s: float = 180.0
@@ -95,7 +96,8 @@ def validate(spec: RunSpec) -> None:
     for field in positive:
         if getattr(spec, field) <= 0:
             raise SpecError(f"--{field.replace('_', '-')} must be above zero, got {getattr(spec, field)}")
-    for field in ("ranks", "batch", "seq", "warmup", "profile_steps", "threads", "shard_size", "node_rank"):
+    counts = ("ranks", "batch", "seq", "warmup", "profile_steps", "threads", "shard_size", "node_rank")
+    for field in (*counts, "checkpoint_budget_s"):
         if getattr(spec, field) < 0:
             raise SpecError(f"--{field.replace('_', '-')} cannot be negative, got {getattr(spec, field)}")
     if spec.cudagraphs and spec.compile == "none":

@@ -51,7 +51,9 @@ if TYPE_CHECKING:
     from costlab.probes.steps import Trainer
     from costlab.probes.workloads.base import Workload
 
-CHECKPOINT_BUDGET_S = 64.0
+RUN_TARGET_S = 112.0  # how long a run may take where its checkpoints decide
+AFTER_CHECKPOINT_S = 23.0  # the first load's overrun, removing files, writing tables, ending the group
+LEAST_BUDGET_S, MOST_BUDGET_S = 20.0, 64.0
 
 
 @dataclass
@@ -74,6 +76,7 @@ class RankRun:
     step_rows: list[StepRow] = field(default_factory=list)
     compile_rows: list[CompileRow] = field(default_factory=list)
     fusion: FusionTrace | None = None
+    started: float = field(default_factory=time.monotonic)
 
     @property
     def directory(self) -> Path:
@@ -408,6 +411,17 @@ def profile_phase(run: RankRun, trainer: Trainer) -> None:
     run.write(KernelRow, result.kernels)
 
 
+def checkpoint_budget(run: RankRun) -> float:
+    """Seconds for the checkpoint phase, rank 0's on all ranks: as asked, or what is left of RUN_TARGET_S."""
+    import torch
+    import torch.distributed as dist
+
+    left = RUN_TARGET_S - AFTER_CHECKPOINT_S - (time.monotonic() - run.started)
+    budget = [run.spec.checkpoint_budget_s or min(max(left, LEAST_BUDGET_S), MOST_BUDGET_S)]
+    dist.broadcast_object_list(budget, src=0, device=torch.device("cpu"))
+    return budget[0]
+
+
 def checkpoint_phase(run: RankRun, trainer: Trainer) -> None:
     """Save and load while steps run."""
     from costlab.probes.checkpoint import measure as measure_checkpoint
@@ -427,7 +441,7 @@ def checkpoint_phase(run: RankRun, trainer: Trainer) -> None:
         device=run.device,
         steps=run.spec.checkpoint_steps,
         emit=emit,
-        budget_s=CHECKPOINT_BUDGET_S,
+        budget_s=checkpoint_budget(run),
     )
     run.step_rows += steps
     run.write(StepRow, run.step_rows)

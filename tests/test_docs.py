@@ -45,7 +45,8 @@ def test_readme_links_exist() -> None:
 
 def test_readme_commands_exist() -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
-    known = subprocess.run([sys.executable, "-P", "-m", "costlab.app", "--help"], capture_output=True, text=True).stdout
+    command = [sys.executable, "-P", "-m", "costlab.app", "--help"]
+    known = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     for command in set(re.findall(r"^costlab ([a-z]+)", text, re.M)):
         assert re.search(rf"\b{command}\b", known), command
 

@@ -45,7 +45,7 @@ def _line(mode: str, op: str, rows: pd.DataFrame) -> CheckpointLine:
         stall=_stall(rows.to_dict("records")),
         gbps=size / (took * 1e6) if size and took else None,
         identical=None if None in same else all(same),
-        note="; ".join(dict.fromkeys(n for n in rows.note if n)),
+        note=_note(rows.to_dict("records")),
     )
 
 
@@ -58,13 +58,29 @@ def _stall(rows: list[dict[Any, Any]]) -> Figure | None:
     return Figure(value=real(worst["stall_ms"]), unit="ms", source="measured", how=STALL_HOW, low=low, high=high)
 
 
+def _note(rows: list[dict[Any, Any]]) -> str:
+    """The slowest rank's note; those of ranks that failed come first."""
+    failed = [r["note"] for r in rows if r["note"] and not truth(r["ok"])]
+    if failed:
+        return "; ".join(dict.fromkeys(failed))
+    slowest = max(rows, key=lambda r: real(r["stall_ms"]) or real(r["total_ms"]) or 0.0)
+    return str(slowest["note"] or "")
+
+
 def stall_ms(line: CheckpointLine) -> float | None:
     """The stall of a save in ms, None where it was not measured."""
     return line.stall.value if line.stall else None
 
 
 def best_save(lines: list[CheckpointLine]) -> CheckpointLine | None:
-    """The successful save with the smallest measured stall whose state was not restored wrongly."""
+    """The successful save whose stall has the lowest upper bound and whose state was not restored wrongly."""
     bad = {c.mode for c in lines if c.op == "load" and (not c.ok or c.identical is False)}
     saves = [c for c in lines if c.op == "save" and c.ok and c.mode not in bad and stall_ms(c) is not None]
-    return min(saves, key=lambda c: stall_ms(c) or 0.0, default=None)
+    return min(saves, key=_bound, default=None)
+
+
+def _bound(line: CheckpointLine) -> float:
+    """Upper end of the stall's interval, so that noise below zero wins nothing."""
+    assert line.stall is not None
+    high = line.stall.high
+    return max((line.stall.value or 0.0) if high is None else high, 0.0)

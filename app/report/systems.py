@@ -4,7 +4,20 @@ from __future__ import annotations
 
 from costlab.app.analysis.frames import largest
 from costlab.app.analysis.views import CheckpointLine, CollectiveView, CompileView, RunReport
-from costlab.app.figures import MISSING, count, figure, interval, ms, number, seconds, share, size, times, value
+from costlab.app.figures import (
+    MISSING,
+    count,
+    figure,
+    interval,
+    ms,
+    number,
+    resolved,
+    seconds,
+    share,
+    size,
+    times,
+    value,
+)
 from costlab.app.report.document import Cell, Code, Document, sentence
 
 ROWS = 12  # before the rest is folded
@@ -56,6 +69,8 @@ def write_checkpoint(doc: Document, report: RunReport) -> None:
             f"One synchronous save every {view.every_steps:,} steps costs {ms(view.per_step_ms)} a step, which is not "
             "part of the step above."
         )
+    if any(c.stall and c.stall.low is not None and c.stall.low <= 0 for c in view.lines):
+        doc.say("A stall after < is not told apart from none: the bound is the upper end of its 95 % interval.")
     doc.say(f"Smallest stall: {view.best_mode}." if view.best_mode else "")
     notes = [[f"{c.op} {c.mode}: {c.note}"] for c in view.lines if c.note]
     doc.items(notes)
@@ -65,7 +80,7 @@ def write_checkpoint(doc: Document, report: RunReport) -> None:
 def _checkpoint(c: CheckpointLine) -> list[Cell]:
     same = {True: "bit for bit", False: "DIFFERS", None: MISSING}[c.identical]
     state = c.mode if c.ok else f"{c.mode} ({'not run' if c.note.startswith('not run') else 'failed'})"
-    return [c.op, state, figure(c.stall), interval(c.stall), ms(c.blocked_ms), ms(c.total_ms), size(c.bytes),
+    return [c.op, state, resolved(c.stall), interval(c.stall), ms(c.blocked_ms), ms(c.total_ms), size(c.bytes),
             number(c.gbps), same if c.op == "load" else ""]  # fmt: skip
 
 

@@ -11,8 +11,8 @@ RESULTS = ROOT / "tests" / "benchmarks" / "results"
 PAGE = ROOT / "docs" / "benchmarks.md"
 HEAD = """# Benchmarks
 
-Generated from `tests/benchmarks/results/` by `python tests/benchmarks/page.py`; do not edit. Every figure is a ratio to a
-peer or a ceiling measured in the same run on the same machine; n is the number of samples behind the value.
+Generated from `tests/benchmarks/results/` by `python tests/benchmarks/page.py`; do not edit. A ratio is to a peer or a
+ceiling measured in the same run on the same machine; n is the number of samples behind the value.
 """
 
 

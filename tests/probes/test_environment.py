@@ -125,7 +125,8 @@ def test_environment_adds_what_torch_knows() -> None:
 
 def test_machine_and_doctor_do_not_import_torch() -> None:
     code = (
-        "import sys; from costlab.probes.machine import machine; from costlab.probes.doctor import doctor_lines; machine(); doctor_lines();"
+        "import sys; from costlab.probes.machine import machine; from costlab.probes.doctor import doctor_lines;"
+        "machine(); doctor_lines();"
         "sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

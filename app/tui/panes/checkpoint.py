@@ -31,7 +31,7 @@ def _mode(row: CheckpointLine) -> Line:
 def _stall(row: CheckpointLine, width: int) -> Line:
     if row.stall is None:
         return line((fmt.MISSING, "faint"))
-    return line((fmt.figure(row.stall), "strong"), (f" {fmt.interval(row.stall)}" if width > 20 else "", "muted"))
+    return line((fmt.resolved(row.stall), "strong"), (f" {fmt.interval(row.stall)}" if width > 20 else "", "muted"))
 
 
 def _identical(row: CheckpointLine) -> Line:

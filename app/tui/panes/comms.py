@@ -182,7 +182,11 @@ def headline(view: CollectivesView) -> list[Named]:
     parts = [
         ("exposed", view.exposed_ms, "communication no computation covered, per profiled step"),
         ("transfer", view.transfer_ms, "shortest duration over the ranks, summed over the calls of a step"),
-        ("wait", view.wait_ms, "duration beyond the shortest over the ranks: waiting for the last one; profiled steps, whose hosts are slower"),
+        (
+            "wait",
+            view.wait_ms,
+            "duration beyond the shortest over the ranks: waiting for the last one, in slowed steps",
+        ),
         ("in all", view.total_ms, "duration of all collectives of a step, mean over ranks"),
     ]
     found += [computed(name, value, "ms", how) for name, value, how in parts if value is not None]

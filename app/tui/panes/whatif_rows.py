@@ -58,9 +58,9 @@ class Board:
         return self.baselines[-1]
 
     def lines(self) -> list[ToggleLine]:
-        """All toggles, then the options typed in."""
-        named = [self._toggle(t) for t in TOGGLES.values()]
-        return [*named, *(ToggleLine(a, "option", a in self.chosen) for a in self.added)]
+        """The options typed in, then all toggles."""
+        typed = [ToggleLine(a, "option", a in self.chosen) for a in reversed(self.added)]
+        return [*typed, *(self._toggle(t) for t in TOGGLES.values())]
 
     def _toggle(self, toggle: Toggle) -> ToggleLine:
         reason = toggle.unavailable(self.baseline, self.machine)
@@ -231,6 +231,7 @@ def about_lines(result: WhatIfResult, arm: Arm) -> list[Line]:
         moved.append(f"{arm.money.name} {percent(arm.money.ratio)}")
     if moved:
         rows.append(line(("also  ", "muted"), ", ".join(moved)))
+    rows += [line(("note  ", "muted"), note) for note in arm.notes]
     if arm.advice:
         rows.append(line(("try  ", "muted"), arm.advice))
     return rows

@@ -11,14 +11,14 @@ from torch import nn
 
 def _make(ctx, trouble):
     def loss(model, batch):
-        if loss.calls >= int(os.environ.get("TROUBLE_AFTER", "3")) and ctx.rank == int(os.environ.get("TROUBLE_RANK", "0")):
+        if loss.calls >= 3 and ctx.rank == int(os.environ.get("TROUBLE_RANK", "0")):
             trouble()
         loss.calls += 1
         return model(batch).square().mean()
 
     loss.calls = 0
     model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
-    return model, lambda step: torch.randn(4, 8), loss
+    return model, lambda _step: torch.randn(4, 8), loss
 
 
 def _sleep():

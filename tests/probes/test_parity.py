@@ -1,0 +1,69 @@
+"""Gradient norms: of plain and of sharded parameters, without moving the model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from costlab.probes.parallel import Wrapped
+from costlab.probes.parity import gradient_rows
+from costlab.probes.steps import Trainer
+from costlab.probes.workloads.base import Workload
+
+
+def trainer_of(model: nn.Module) -> Trainer:
+    data = torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
+    workload = Workload(model=model, batch=lambda step: data * (step + 1), loss=lambda m, x: m(x).square().mean())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return Trainer(workload, Wrapped(model=model, base=model, blocks=[]), optimizer, torch.device("cpu"))
+
+
+def model_of() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 6), nn.ReLU(), nn.Linear(6, 2))
+
+
+@pytest.fixture
+def group(tmp_path: Path) -> Iterator[None]:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_norms_are_those_of_autograd_and_nothing_is_left_behind() -> None:
+    model = model_of()
+    trainer = trainer_of(model)
+    trainer.step()
+    before = [p.detach().clone() for p in model.parameters()]
+    rows = gradient_rows(trainer, rank=3)
+    assert [r.tensor for r in rows] == ["0.weight", "0.bias", "2.weight", "2.bias"]
+    assert {(r.rank, r.step) for r in rows} == {(3, 1)}
+    assert all(p.grad is None for p in model.parameters())
+    assert all(torch.equal(a, p) for a, p in zip(before, model.parameters(), strict=True))
+    trainer.workload.loss(model, trainer.workload.batch(1)).backward()
+    for row, parameter in zip(rows, model.parameters(), strict=True):
+        assert parameter.grad is not None
+        assert row.norm == pytest.approx(float(parameter.grad.norm()), rel=1e-6)
+
+
+def test_a_parameter_that_takes_no_part_has_no_row() -> None:
+    model = model_of()
+    model.register_parameter("unused", nn.Parameter(torch.zeros(3)))
+    assert "unused" not in [r.tensor for r in gradient_rows(trainer_of(model), rank=0)]
+
+
+@pytest.mark.usefixtures("group")
+def test_sharded_gradients_have_the_norm_of_the_whole() -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    plain = {r.tensor: r.norm for r in gradient_rows(trainer_of(model_of()), rank=0)}
+    model = model_of()
+    fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+    sharded = {r.tensor: r.norm for r in gradient_rows(trainer_of(model), rank=0)}
+    assert sharded == pytest.approx(plain, rel=1e-6)
