@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from costlab.probes.records import CollectiveRow, KernelRow, MissRow, PartRow, SpanRow, StepRow
+from costlab.probes.records import CollectiveRow, KernelRow, MissRow, PartRow, PatternRow, SpanRow, StepRow
 
 if TYPE_CHECKING:
     from costlab.probes.fusion.model import FusionTrace
@@ -24,6 +24,7 @@ class Profile:
     spans: list[SpanRow]
     misses: list[MissRow]
     kernels: list[KernelRow]
+    patterns: list[PatternRow]
 
 
 def profile_steps(run: RankRun, trainer: Trainer) -> Profile:
@@ -55,7 +56,13 @@ def profile_steps(run: RankRun, trainer: Trainer) -> Profile:
         keep_fusion(run, fusion)
     else:
         path.unlink()
-    return Profile(steps, collectives, parts, spans, misses, kernels)
+    return Profile(steps, collectives, parts, spans, misses, kernels, pattern_rows(fusion, run.rank))
+
+
+def pattern_rows(fusion: FusionTrace, rank: int) -> list[PatternRow]:
+    """The anti-patterns of all graphs as rows."""
+    names = ("kind", "layer", "phase", "source", "text", "mend", "bytes", "count", "ops")
+    return [PatternRow(rank=rank, **{name: getattr(p, name) for name in names}) for p in fusion.antipatterns]
 
 
 def keep_fusion(run: RankRun, fusion: FusionTrace) -> None:

@@ -96,6 +96,22 @@ class MissRow(Row, kw_only=True):
     compile_id: str = ""
 
 
+class PatternRow(Row, kw_only=True):
+    """Code in the model that costs fusion, with the line and the mend."""
+
+    table: ClassVar[str] = "patterns"
+    rank: int
+    kind: str  # one of fusion.antipatterns.KINDS
+    layer: str  # of the first module whose graph shows it
+    phase: str = ""
+    source: str = ""  # file.py:line
+    text: str
+    mend: str
+    bytes: Bytes = 0  # per call of the graph; 0 where the cost is not traffic
+    count: int = 1
+    ops: str = ""
+
+
 class KernelRow(Row, kw_only=True):
     """All launches of one device kernel (or CPU operator) within the profiled steps, per step."""
 
@@ -227,6 +243,7 @@ ROWS: tuple[type[Row], ...] = (
     StepRow,
     SpanRow,
     MissRow,
+    PatternRow,
     KernelRow,
     CollectiveRow,
     PartRow,

@@ -31,6 +31,7 @@ from costlab.probes.records import (
     MemoryRow,
     MissRow,
     PartRow,
+    PatternRow,
     PowerRow,
     Row,
     SpanRow,
@@ -409,6 +410,7 @@ def profile_phase(run: RankRun, trainer: Trainer) -> None:
     run.write(SpanRow, result.spans)
     run.write(MissRow, result.misses)
     run.write(KernelRow, result.kernels)
+    run.write(PatternRow, result.patterns)
 
 
 def checkpoint_budget(run: RankRun) -> float:

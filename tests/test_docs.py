@@ -47,7 +47,8 @@ def test_readme_commands_exist() -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     command = [sys.executable, "-P", "-m", "costlab.app", "--help"]
     known = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    for command in set(re.findall(r"^costlab ([a-z]+)", text, re.M)):
+    fenced = "\n".join(re.findall(r"```\w*\n(.*?)```", text, re.S))
+    for command in set(re.findall(r"^costlab ([a-z]+)", fenced, re.M)):
         assert re.search(rf"\b{command}\b", known), command
 
 

@@ -15,6 +15,7 @@ from costlab.app.analysis.frames import real, whole
 from costlab.app.analysis.fusion import fusion_view
 from costlab.app.analysis.info import run_info
 from costlab.app.analysis.memory import memory_view
+from costlab.app.analysis.patterns import pattern_views
 from costlab.app.analysis.steps import steps_view
 from costlab.app.analysis.views import (
     CheckpointView,
@@ -120,7 +121,8 @@ class _Builder:
         )
         if view is None:
             return None
-        return msgspec.structs.replace(view, note="; ".join(n for n in (view.note, note) if n))
+        patterns = pattern_views(self.table(rec.PatternRow, chosen), self.facts.copy_gbps)
+        return msgspec.structs.replace(view, patterns=patterns, note="; ".join(n for n in (view.note, note) if n))
 
     def checkpoint(self) -> CheckpointView | None:
         return checkpoint_view(self.table(rec.CheckpointRow), whole(self.spec.get("checkpoint_every")) or 0)

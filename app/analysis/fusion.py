@@ -31,6 +31,7 @@ def fusion_view(
     if spans.empty and kernels.empty:
         return None
     own = own_traffic(spans)
+    leave_out_collectives(own, spans)
     add_misses(own, misses)
     named = spans[(spans.kind == "layer") & (spans.layer_class != "")]
     classes = facts.layer_classes | dict(zip(named.layer, named.layer_class, strict=True))
@@ -90,6 +91,14 @@ def own_traffic(spans: pd.DataFrame) -> dict[str, Traffic]:
     for layer, count in counts.items():
         own.setdefault(str(layer), Traffic()).kernels = int(count)
     return own
+
+
+def leave_out_collectives(own: dict[str, Traffic], spans: pd.DataFrame) -> None:
+    """Take the collectives' time out of their layers, in place: most of it is waiting, and none of it can be fused."""
+    collectives = spans[(spans.kind == "kernel") & (spans.kernel_kind == "collective")]
+    for layer, spent in collectives.groupby("layer").ms.sum().items():
+        if str(layer) in own:
+            own[str(layer)].ms = max(own[str(layer)].ms - float(spent), 0.0)
 
 
 def _span_traffic(row: dict[Any, Any]) -> Traffic:

@@ -171,6 +171,21 @@ class MissView(View, frozen=True, kw_only=True):
     count: int = 1
 
 
+class PatternView(View, frozen=True, kw_only=True):
+    """Code that costs fusion, found in the user's model."""
+
+    kind: str
+    text: str
+    mend: str
+    layer: str  # FQN with indices replaced by *
+    phase: str
+    source: str
+    bytes: int  # per call of the graph; 0 where the cost is not traffic
+    saves_ms: float | None  # per call of the graph
+    count: int = 1
+    ops: str = ""
+
+
 class FusionView(View, frozen=True, kw_only=True):
     """Fusion rate of the step, by class and layer, with the reasons."""
 
@@ -183,6 +198,7 @@ class FusionView(View, frozen=True, kw_only=True):
     layers: list[LayerRow] = []
     misses: list[MissView] = []
     kernels: list[KernelView] = []
+    patterns: list[PatternView] = []
     note: str = ""
 
 

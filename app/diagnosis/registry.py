@@ -5,13 +5,24 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from costlab.app.analysis.views import Finding, RunReport
-from costlab.app.diagnosis import checkpoint, communication, compilation, fusion, idle, memory, precision, quality
+from costlab.app.diagnosis import (
+    checkpoint,
+    communication,
+    compilation,
+    fusion,
+    idle,
+    memory,
+    patterns,
+    precision,
+    quality,
+)
 from costlab.app.diagnosis.rule import Context, Rule
 
 RULES: dict[str, Rule] = {
     "uncompiled": compilation.uncompiled,
     "broken-fusion": fusion.broken,
     "missed-fusion": fusion.missed,
+    "anti-pattern": patterns.patterns,
     "launch-bound": idle.launch_bound,
     "host-sync": idle.host_sync,
     "data-loading": idle.data_loading,

@@ -36,6 +36,7 @@ def write_fusion(doc: Document, report: RunReport) -> None:
     _write_classes(doc, view)
     _write_layers(doc, view)
     _write_misses(doc, view)
+    _write_patterns(doc, view)
     _write_kernels(doc, view)
 
 
@@ -62,6 +63,7 @@ def _write_layers(doc: Document, view: FusionView) -> None:
         doc.details(f"All {len(view.layers)} layers", inner)
 
 
+PATTERNS = 12
 LAYER_HEADERS = ["layer", "status", "rate", "target", "time", "lost", "saves", "main cause"]
 
 
@@ -70,6 +72,16 @@ def _layer(row: LayerRow) -> list[Cell]:
     cause = row.main_cause.replace("_", " ")
     return [f"{indent}{row.label}", STATUS[row.status], rate(row.rate), rate(row.target), ms(row.ms), size(row.lost),
             ms(row.saves_ms), cause]  # fmt: skip
+
+
+def _write_patterns(doc: Document, view: FusionView) -> None:
+    if not view.patterns:
+        return
+    doc.heading("Anti-patterns in the model", 3)
+    shown = view.patterns[:PATTERNS]
+    rows: list[list[Cell]] = [[p.layer or "model", p.text, size(p.bytes or None), p.source, p.mend] for p in shown]
+    doc.table(["layer", "what", "bytes a call", "where", "mend"], rows, right=(2,), wide=1, drop=(4, 2))
+    _more(doc, len(view.patterns), PATTERNS)
 
 
 def _write_misses(doc: Document, view: FusionView) -> None:

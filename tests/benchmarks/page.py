@@ -26,7 +26,7 @@ def significant(value: float | None) -> str:
 def machine(environment: dict[str, Any]) -> str:
     """One line on what it ran on."""
     gpus = environment.get("gpus") or []
-    device = f"{len(gpus)} x {gpus[0]['name']}" if gpus else environment.get("cpu", "CPU")
+    device = f"{len(gpus)} x {gpus[0]['name']}" if gpus else environment.get("gpu") or environment.get("cpu", "CPU")
     parts = [device, f"torch {environment.get('torch')}"]
     for key in ("triton", "cuda", "nccl", "driver", "python"):
         if environment.get(key):

@@ -197,9 +197,15 @@ def headline(view: CollectivesView) -> list[Named]:
     return found
 
 
+PROFILED = (
+    "times are of the profiled steps: their hosts are slower, so ranks wait longer than in a plain step; "
+    "Overview holds the plain step's share"
+)
+
+
 def notes(view: CollectivesView) -> list[Line]:
     """The slowest rank, the bandwidth convention, what is missing."""
-    texts = [("", view.straggler), ("muted", view.convention), ("muted", view.note)]
+    texts = [("", view.straggler), ("", PROFILED), ("muted", view.convention), ("muted", view.note)]
     return [line((text, tone)) for tone, text in texts if text]  # type: ignore[arg-type]
 
 

@@ -384,9 +384,12 @@ def _comms(report: RunReport) -> Line:
     view = report.collectives
     if view is None or view.bytes_per_step is None:
         return EMPTY
-    exposed = f" · {fmt.ms(view.exposed_ms)} exposed" if view.exposed_ms is not None else ""
-    overlap = f" · {fmt.share(view.overlapped)} overlapped" if view.overlapped is not None else ""
-    return line(_label("traffic"), (fmt.figure(view.bytes_per_step), "strong"), f" per step and rank{exposed}{overlap}")
+    expected = f" · {fmt.figure(view.expected_bytes)} by formula" if view.expected_bytes else ""
+    wait = report.waterfall.wait_ms if report.waterfall else None
+    waiting = f" · {fmt.ms(wait)} waiting for peers" if wait is not None else ""
+    return line(
+        _label("traffic"), (fmt.figure(view.bytes_per_step), "strong"), f" per step and rank{expected}{waiting}"
+    )
 
 
 def _many(count: int, noun: str) -> str:
