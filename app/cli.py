@@ -12,6 +12,7 @@ import typer
 
 from costlab.app.exit_codes import Exit
 from costlab.app.topology.commands import bench_collectives, topo
+from costlab.app.whatif import cli as whatif_cli
 
 if TYPE_CHECKING:
     from costlab.app.analysis.views import RunReport
@@ -26,7 +27,7 @@ app = typer.Typer(
     add_completion=True,
     context_settings={"help_option_names": ["-h", "--help"]},
     help="Measure what a compiled, sharded PyTorch training step costs on your GPUs, and where it goes.",
-    epilog="Exit codes: 0 ok, 2 usage, 3 run failed, 4 cancelled, 5 bad input.",
+    epilog="Exit codes: 0 ok, 1 a check failed, 2 usage, 3 run failed, 4 cancelled, 5 bad input.",
 )
 
 
@@ -101,6 +102,10 @@ def run_command(
     node_rank: Annotated[int, typer.Option(help="This host's number")] = 0,
     rdzv_endpoint: Annotated[str, typer.Option(help="HOST:PORT of the first host")] = "",
     out: Annotated[Path | None, typer.Option(help="Run directory; default: a new one in the run store")] = None,
+    what_if: whatif_cli.Items = "",
+    factorial: whatif_cli.Factorial = False,
+    legs: whatif_cli.Legs = None,
+    budget: whatif_cli.Budget = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress on stderr")] = False,
 ) -> None:
     """Run a real workload on this machine, measure it, and print the run directory."""
@@ -120,6 +125,8 @@ def run_command(
         spec = make_spec(values, preset, given)
     except SpecError as error:
         stop(str(error), Exit.USAGE)
+    if what_if:
+        whatif_cli.run_what_if(context, spec)
     raise typer.Exit(int(execute(spec, out, quiet=quiet)))
 
 
@@ -359,6 +366,7 @@ def doctor() -> None:
 
 
 app.command()(topo)
+whatif_cli.register(app, run_command, make_spec)
 bench = typer.Typer(no_args_is_help=True, help="Measure parts of this machine by themselves.")
 bench.command(name="collectives")(bench_collectives)
 app.add_typer(bench, name="bench")

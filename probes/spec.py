@@ -33,6 +33,8 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=F
     `batch` is per rank; `seq` is tokens per sample (ignored by image workloads). `size` names a model size of
     the workload ("tiny" .. "1b"). `ranks` 0 means one per local GPU, or 2 on CPU. Zero in `batch` or `seq` means the
     workload's default for that size; in `checkpoint_budget_s`, what is left of a run of about two minutes.
+    `lean` leaves out what a repetition need not measure again: the machine's ceilings, the FLOP count, gradient norms,
+    and the cold compile with its fusion trace.
     """
 
     workload: str = "llama"
@@ -60,6 +62,7 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=F
     checkpoint_steps: int = 8
     checkpoint_budget_s: float = 0.0
     keep_raw: bool = True
+    lean: bool = False
     silence_timeout_s: float = 600.0
     collective_timeout_s: float = 180.0
     threads: int = 0

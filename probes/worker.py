@@ -26,6 +26,7 @@ from costlab.probes.records import (
     CollectiveRow,
     CompileRow,
     Environment,
+    GradientRow,
     KernelRow,
     LinkRow,
     MemoryRow,
@@ -242,11 +243,11 @@ def build(run: RankRun) -> Trainer:
         describe(run, workload)
         if spec.fused:
             put_in_fused_kernels(run, workload)
-        if run.rank == 0:
-            run.voice.progress(1, 3, "measuring this machine's ceilings")
-        tflops, run.facts.peak_method = matmul_tflops(run.device, dtype)
-        run.facts.peak_tflops = tflops
-        run.facts.copy_gbps = copy_gbps(run.device)[0]
+        if not spec.lean:
+            if run.rank == 0:
+                run.voice.progress(1, 3, "measuring this machine's ceilings")
+            run.facts.peak_tflops, run.facts.peak_method = matmul_tflops(run.device, dtype)
+            run.facts.copy_gbps = copy_gbps(run.device)[0]
         run.voice.progress(2, 3, "wrapping the model")
         wrapped = wrap(workload.model, workload.blocks, spec, run.device)
         optimizer = make_optimizer(wrapped, spec, run.device)
@@ -273,7 +274,7 @@ def describe(run: RankRun, workload: Workload) -> None:
     facts.layer_classes = {
         normalise(name): classify(name, type(module).__name__) for name, module in model.named_modules() if name
     }
-    if workload.flops_per_batch is None:
+    if workload.flops_per_batch is None and not run.spec.lean:
         workload.flops_per_batch, workload.flops_formula = count_flops(workload, run)
     if workload.flops_per_batch:
         facts.flops_per_step = workload.flops_per_batch * run.world
@@ -323,6 +324,12 @@ def compile_phase(run: RankRun, trainer: Trainer) -> None:
         run.voice.enter("compile", "eager: the first steps")
         with run.memory.phase("compile"):
             run.compile_rows += first_steps(run, trainer, "cold")
+    elif run.spec.lean:
+        run.voice.enter("compile", "warm")
+        if run.device.type == "cpu":
+            name_cpu_kernels()
+        with run.memory.phase("compile"):
+            run.compile_rows += first_steps(run, trainer, "warm")
     else:
         with run.memory.phase("compile"):
             compile_twice(run, trainer)
@@ -374,6 +381,7 @@ def measure_phase(run: RankRun, trainer: Trainer) -> None:
     """The timed steps: no profiler, no annotations, all ranks starting together."""
     import torch.distributed as dist
 
+    from costlab.probes.parity import gradient_rows
     from costlab.probes.steps import measure
 
     steps = run.spec.steps
@@ -394,6 +402,8 @@ def measure_phase(run: RankRun, trainer: Trainer) -> None:
     run.write(StepRow, run.step_rows)
     run.write(MemoryRow, run.memory.rows(run.rank))
     run.write(PowerRow, run.energy.rows(run.rank))
+    if not run.spec.lean:
+        run.write(GradientRow, gradient_rows(trainer, run.rank))
 
 
 def profile_phase(run: RankRun, trainer: Trainer) -> None:

@@ -16,7 +16,7 @@ from costlab.app.report.document import Cell, Code, Document, Log, sentence
 from costlab.app.report.markdown import to_markdown
 from costlab.app.report.terminal import to_text
 from costlab.app.text import plain
-from costlab.app.whatif.results import Arm, LegRecord, Parity, WhatIfResult
+from costlab.app.whatif.results import Arm, LegRecord, Parity, WhatIfResult, is_variant
 from costlab.app.whatif.spec import command_of
 from costlab.app.whatif.static_dynamic import Row, StaticDynamic
 from costlab.app.whatif.store import Accuracy
@@ -116,16 +116,21 @@ class Axis:
 
 
 def axis_of(arms: Sequence[Arm], cells: int) -> Axis:
-    """An axis that holds zero and every interval."""
-    figures = [a.change for a in arms if a.change is not None]
-    ends = [v for f in figures for v in (f.low, f.high, f.value) if v is not None and math.isfinite(v)]
+    """An axis that holds zero, every estimate and every variant's interval.
+
+    The control's interval has the fewest degrees of freedom and may be very wide: it is cut rather than let squeeze the
+    rest.
+    """
+    figures = [a.change for a in arms if a.change is not None and is_variant(a.name)]
+    ends = [v for f in figures for v in (f.low, f.high) if v is not None and math.isfinite(v)]
+    ends += [a.change.value for a in arms if a.change is not None and a.change.value is not None]
     low, high = min([0.0, *ends]), max([0.0, *ends])
     pad = max((high - low) * 0.04, 0.001)
     return Axis(low - pad, high + pad, cells)
 
 
 def interval_cells(figure: Figure | None, axis: Axis) -> str:
-    """An interval drawn on the axis: ├──■──┤, with the line of zero behind it."""
+    """An interval drawn on the axis: ├──■──┤, with the line of zero behind it; ◂ and ▸ where it goes on beyond."""
     cells = [" "] * axis.cells
     zero = axis.at(0.0)
     cells[zero] = "│"
@@ -135,8 +140,12 @@ def interval_cells(figure: Figure | None, axis: Axis) -> str:
     for k in range(low, high + 1):
         cells[k] = "┼" if k == zero else "─"
     if high > low:
-        cells[low] = "├" if low != zero else "┼"
-        cells[high] = "┤" if high != zero else "┼"
+        cells[low] = "┼" if low == zero else "├"
+        cells[high] = "┼" if high == zero else "┤"
+    if figure.low is not None and figure.low < axis.low:
+        cells[0] = "◂"
+    if figure.high is not None and figure.high > axis.high:
+        cells[-1] = "▸"
     cells[axis.at(figure.value)] = "■"
     return "".join(cells)
 
@@ -234,6 +243,7 @@ def _write_arm(doc: Document, arm: Arm) -> None:
         [c.name, value(c.a, c.unit), value(c.b, c.unit), signed(c.change, c.unit), percent(c.ratio)] for c in changes
     ]
     inner.table(["", "baseline", arm.name, "change", "relative"], rows, right=range(1, 5))
+    inner.items([[sentence(n)] for n in arm.notes])
     inner.say("Memory, energy and cost are of all legs; the rest is of the two legs that were profiled.")
     doc.details(f"What else {arm.name} changes", inner)
 
@@ -263,6 +273,10 @@ def parity_words(parity: Parity) -> str:
         parts += [] if parity.spread is None else [f"another seed moves it by {number(parity.spread)}"]
         again = f"the baseline run again differs by at most {number(parity.rerun)} in a step"
         parts += [] if parity.rerun is None else [again]
+    if parity.worst is not None and parity.gradient is not None:
+        again = f" ({share(parity.worst_again)} run again)" if parity.worst_again is not None else ""
+        tensor = f", most in {parity.worst_tensor}: {share(parity.worst)}{again}" if parity.worst else ""
+        parts.append(f"gradient norm {percent(parity.gradient)}{tensor}")
     if parity.seeds:
         parts.append(f"{count(parity.seeds)} seeds x {count(parity.steps)} steps")
     return "; ".join(parts)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 import hashlib
 import itertools
+import shlex
 import typing
 from collections.abc import Sequence
 from pathlib import Path
@@ -73,6 +74,26 @@ def parse_setting(text: str) -> dict[str, Any]:
         raise SpecError(f"{name}={value.strip()}: {str(error).partition(' - ')[0]}{more}") from error
 
 
+def from_command(fragment: str) -> str:
+    """A piece of a command line as an item: `--compile block --cudagraphs` is `compile=block+cudagraphs=true`.
+
+    A finding names what would prove it in that form. SpecError for what is no option of a run.
+    """
+    words, parts = shlex.split(fragment), []
+    while words:
+        key, equals, value = words.pop(0).partition("=")
+        name = key.removeprefix("--").replace("-", "_")
+        if not key.startswith("--"):
+            raise SpecError(f"'{key}' is no option")
+        if name.startswith("no_"):
+            name, value = name[3:], "false"
+        elif not equals:
+            value = words.pop(0) if words and not words[0].startswith("--") else "true"
+        parse_setting(f"{name}={value}")
+        parts.append(f"{name}={value}")
+    return "+".join(parts)
+
+
 def parse_item(text: str, baseline: RunSpec, machine: Machine) -> dict[str, Any]:
     """Options of one item of `--what-if`: a toggle's name, `key=value`, or several joined by "+"."""
     options: dict[str, Any] = {}
@@ -123,7 +144,7 @@ def make_whatif(
         raise SpecError("a what-if runs on one host; --nnodes must be 1")
     if budget_s is not None and budget_s <= 0:
         raise SpecError(f"--budget must be above zero seconds, got {budget_s:g}")
-    baseline = msgspec.structs.replace(resolved(baseline), checkpoint=checkpoint)
+    baseline = msgspec.structs.replace(resolved(baseline), checkpoint=checkpoint, lean=False)
     variants = combinations(wanted, baseline, here, factorial=factorial)
     return WhatIfSpec(
         baseline=baseline,

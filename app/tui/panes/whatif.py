@@ -40,6 +40,7 @@ from costlab.app.tui.widgets.strip import Named
 from costlab.app.tui.widgets.table import Table
 from costlab.app.whatif.engine import WhatIf
 from costlab.app.whatif.results import Arm, WhatIfResult, is_variant
+from costlab.app.whatif.spec import from_command
 from costlab.app.whatif.store import new_whatif_directory
 from costlab.app.whatif.toggles import Machine, this_machine
 from costlab.probes.spec import SpecError
@@ -214,6 +215,14 @@ baseline, `u` takes that back. `+` and `-` change the number of legs.
         except SpecError as error:
             self.notify(markup(str(error)), severity="warning", timeout=6)
         self.redraw()
+        self.query_one("#toggles", Table).cursor = 0
+
+    def offer(self, fragment: str) -> None:
+        """Choose what a finding names as its proof, `--dtype bf16`; a word on why where it cannot be tried here."""
+        try:
+            self._add(from_command(fragment))
+        except SpecError as error:
+            self.notify(markup(str(error)), severity="warning", timeout=6)
 
     def action_factorial(self) -> None:
         """All combinations, or each alone and all together."""

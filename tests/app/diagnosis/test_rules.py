@@ -14,6 +14,7 @@ from costlab.app.analysis.views import (
     CollectivesView,
     CompileView,
     FusionView,
+    PatternView,
     RunReport,
     StepsView,
 )
@@ -61,11 +62,26 @@ def test_a_healthy_run_has_no_findings() -> None:
     assert ids(healthy()) == []
 
 
+def with_pattern(kind: str) -> FusionView:
+    pattern = PatternView(
+        kind=kind,
+        text="written in place",
+        mend="assign once",
+        layer="mlp",
+        phase="",
+        source="m.py:1",
+        bytes=0,
+        saves_ms=None,
+    )
+    return msgspec.structs.replace(fusion(), patterns=[pattern])
+
+
 EAGER = {"run__compile": "none", "waterfall": parts(memory_bound_kernels=5.0)}
 SYNC, FAST = line("sync", 3000.0), line("async:pinned", 10.0)
 
 CASES: dict[str, tuple[RunReport, RunReport]] = {  # rule -> fires, just does not
     "launch-bound": (healthy(waterfall=parts(idle_launch=3.0)), healthy(waterfall=parts(idle_launch=2.9))),
+    "anti-pattern": (healthy(fusion=with_pattern("mutation")), healthy(fusion=with_pattern("hidden_copy"))),
     "host-sync": (healthy(waterfall=parts(idle_sync=2.0)), healthy(waterfall=parts(idle_sync=1.9))),
     "data-loading": (healthy(waterfall=parts(idle_data=2.0)), healthy(waterfall=parts(idle_data=1.9))),
     "exposed-communication": (late(0.0, 10.0, 3.0), late(1.0, 9.0, 3.0)),

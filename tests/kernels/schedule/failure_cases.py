@@ -13,6 +13,7 @@ from costlab.kernels.schedule.errors import ScheduleError, ScheduleRefused
 from costlab.kernels.schedule.plan import Plan
 
 PAIRS = ((0, 1), (2, 3))
+PATIENCE = 8.0  # seconds
 
 
 def late_peer(
@@ -43,14 +44,14 @@ def _attempt(comm: Communicator, plan: Plan, asynchronous: bool) -> str:
 
 def dead_peer(rank: int, world: int, plan: Plan) -> tuple[str, float]:
     """The last rank has been killed before; how and when do the others notice?"""
-    comm = Communicator(worlds[world], timeout=timedelta(seconds=20))
+    comm = Communicator(worlds[world], timeout=timedelta(seconds=PATIENCE))
     start = time.perf_counter()
     return _attempt(comm, plan, False), time.perf_counter() - start
 
 
 def abort(rank: int, world: int) -> tuple[str, str, float]:
     """Rank 0 aborts while the others wait for it. Returns (error, error of a later call, seconds)."""
-    comm = Communicator(worlds[world], timeout=timedelta(seconds=50))
+    comm = Communicator(worlds[world], timeout=timedelta(seconds=PATIENCE))
     start = time.perf_counter()
     if rank == 0:
         time.sleep(1.0)

@@ -38,7 +38,8 @@ def test_a_late_peer_is_a_time_out(plan: Plan, late: int, asynchronous: bool) ->
     assert plan.schedule in named
 
 
-def test_a_dead_peer_is_noticed_at_once() -> None:
+def test_a_dead_peer_is_noticed() -> None:
+    """At once by a rank that talks with it; a send that gloo forgets as its connection breaks ends by its time-out."""
     pool = RankPool(3)
     try:
         pool.kill(2)
@@ -46,9 +47,10 @@ def test_a_dead_peer_is_noticed_at_once() -> None:
     finally:
         pool.close()
     assert any(text.startswith("ScheduleError") for text, _ in replies)
+    assert min(took for _, took in replies) < cases.PATIENCE / 2
     for text, took in replies:
-        assert text != "no error"
-        assert took < 15
+        assert text.startswith(("ScheduleError", "ScheduleTimeout", "ScheduleAborted")), text
+        assert took < cases.PATIENCE + 5
 
 
 def test_abort_reaches_the_peers() -> None:
@@ -61,9 +63,10 @@ def test_abort_reaches_the_peers() -> None:
         "ScheduleAborted: this communicator is no longer usable: the communicator was aborted"
     )
     for first, second, took in replies:
-        assert first.startswith(("ScheduleError", "ScheduleAborted")), first
+        assert first.startswith(("ScheduleError", "ScheduleTimeout", "ScheduleAborted")), first
         assert second.startswith("ScheduleAborted"), second
-        assert took < 15, "long before the time-out of 50 s"
+        assert took < cases.PATIENCE + 5
+    assert min(took for _, _, took in replies[1:]) < cases.PATIENCE / 2, "long before the time-out"
 
 
 def test_what_does_not_fit_is_refused(ranks: RankPool) -> None:

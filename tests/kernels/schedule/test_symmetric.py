@@ -12,22 +12,21 @@ CUDA = torch.device("cuda", 0)
 
 def test_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(NO_MULTICAST, raising=False)
-    assert refusal(CUDA, torch.float32, 2, "two-shot") == ""
-    assert refusal(CUDA, torch.bfloat16, 8, "one-shot") == ""
-    assert "needs CUDA" in refusal(torch.device("cpu"), torch.float32, 2, "two-shot")
-    assert "fp32 and bf16" in refusal(CUDA, torch.float16, 2, "two-shot")
-    assert "2, 4 or 8 ranks, not 3" in refusal(CUDA, torch.float32, 3, "one-shot")
-    assert refusal(CUDA, torch.float32, 3, "two-shot") == ""
-    assert "nothing to reduce" in refusal(CUDA, torch.float32, 1, "two-shot")
+    assert refusal(CUDA, torch.float32, 2) == ""
+    assert refusal(CUDA, torch.bfloat16, 8) == ""
+    assert "needs CUDA" in refusal(torch.device("cpu"), torch.float32, 2)
+    assert "fp32 and bf16" in refusal(CUDA, torch.float16, 2)
+    assert refusal(CUDA, torch.float32, 3) == ""
+    assert "nothing to reduce" in refusal(CUDA, torch.float32, 1)
 
 
 def test_multicast_stays_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(NO_MULTICAST, "0")
-    assert "with multicast off only" in refusal(CUDA, torch.float32, 2, "two-shot")
+    assert "with multicast off only" in refusal(CUDA, torch.float32, 2)
     monkeypatch.setenv(NO_MULTICAST, "1")
-    assert refusal(CUDA, torch.float32, 2, "two-shot") == ""
+    assert refusal(CUDA, torch.float32, 2) == ""
 
 
 def test_an_older_torch_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("costlab.kernels.schedule.symmetric._present", lambda _: False)
-    assert torch.__version__ in refusal(CUDA, torch.float32, 2, "two-shot")
+    assert torch.__version__ in refusal(CUDA, torch.float32, 2)

@@ -1,0 +1,87 @@
+"""What else changed: memory, traffic, kernels, fusion, energy and money of a variant against the baseline."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+
+from costlab.app.analysis.compare import Change, change_of
+from costlab.app.analysis.cost import money_per_ms
+from costlab.app.analysis.views import Figure, RunReport
+from costlab.app.whatif.results import LegRecord
+
+Getter = Callable[[RunReport], float | None]
+
+
+def _value(item: Figure | None) -> float | None:
+    return item.value if item else None
+
+
+def _bytes(r: RunReport) -> float | None:
+    return _value(r.collectives.bytes_per_step) if r.collectives else None
+
+
+def _exposed(r: RunReport) -> float | None:
+    return r.collectives.exposed_ms if r.collectives else None
+
+
+def _launches(r: RunReport) -> float | None:
+    return sum(k.calls for k in r.fusion.kernels) if r.fusion and r.fusion.kernels else None
+
+
+def _rate(r: RunReport) -> float | None:
+    return _value(r.fusion.rate) if r.fusion else None
+
+
+def _compile(r: RunReport) -> float | None:
+    return _value(r.compile.cold_s) if r.compile else None
+
+
+def _stall(r: RunReport) -> float | None:
+    return r.checkpoint.per_step_ms if r.checkpoint else None
+
+
+# Of the profiled first legs: name, unit, where it is, whether more is better.
+_FIGURES: tuple[tuple[str, str, Getter, bool], ...] = (
+    ("communicated bytes", "B", _bytes, False),
+    ("exposed communication", "ms", _exposed, False),
+    ("kernels", "count", _launches, False),
+    ("fusion rate", "rate", _rate, True),
+    ("cold compile", "s", _compile, False),
+    ("checkpoint stall per step", "ms", _stall, False),
+)
+
+
+def typical(legs: Sequence[LegRecord], arms: Sequence[str], field: str) -> float | None:
+    """Median of a leg's figure over all complete legs of `arms`."""
+    values = [getattr(leg, field) for leg in legs if leg.arm in arms and leg.status == "complete"]
+    known = [float(v) for v in values if v is not None]
+    return statistics.median(known) if known else None
+
+
+def deltas(
+    legs: Sequence[LegRecord], base: Sequence[str], arm: str, before: RunReport | None, after: RunReport | None
+) -> list[Change]:
+    """All changes of which one side at least was measured.
+
+    Memory and energy are medians over all legs; the rest is of the profiled legs, one each, without an interval.
+    """
+    out = [
+        change_of(name, unit, typical(legs, base, field), typical(legs, [arm], field))
+        for name, unit, field in (("peak memory", "B", "peak_bytes"), ("energy per step", "J", "step_joules"))
+    ]
+    if before is not None and after is not None:
+        out += [
+            change_of(name, unit, get(before), get(after), more_is_better=more) for name, unit, get, more in _FIGURES
+        ]
+    return [c for c in out if c.a is not None or c.b is not None]
+
+
+def money_change(report: RunReport | None, base: tuple[float, int, int], arm: tuple[float, int, int]) -> Change | None:
+    """Cost per 1 M units before and after, at the baseline's price; each side is (step ms, units a step, ranks)."""
+    cost = report.cost if report else None
+    price = _value(cost.price_per_gpu_hour) if cost else None
+    if report is None or cost is None or price is None or not base[1] or not arm[1]:
+        return None
+    before, after = (money_per_ms(price, ranks) * ms * 1e6 / units for ms, units, ranks in (base, arm))
+    return change_of(f"cost per 1 M {report.run.unit}", cost.currency, before, after)
