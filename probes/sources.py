@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 _ABSOLUTE = re.compile(r"(?<![\w.:/\\-])/(?:[\w.+@~-]+/)*[\w.+@~-]+")
+_GENERATED = re.compile(r"<eval_with_key>\S* from (.+):(\d+) in .*", re.S)  # the "file" of torch.fx's generated code
 _PACKAGES = ("site-packages/", "dist-packages/")
 
 
@@ -16,7 +17,7 @@ def shorten(path: str, cwd: Path | None = None) -> str:
         if marker in path:
             return path.rpartition(marker)[2]
     if not path.startswith("/"):
-        return path
+        return scrub(path, cwd)
     try:
         return str(Path(path).relative_to(cwd or Path.cwd()))
     except ValueError:
@@ -24,7 +25,10 @@ def shorten(path: str, cwd: Path | None = None) -> str:
 
 
 def position(path: str, line: int, cwd: Path | None = None) -> str:
-    """`file.py:line`, or "" for no file."""
+    """`file.py:line`, or "" for no file; generated code has the position of what it was generated from."""
+    generated = _GENERATED.fullmatch(path)
+    if generated:
+        return f"{shorten(generated[1], cwd)}:{generated[2]}"
     return f"{shorten(path, cwd)}:{line}" if path else ""
 
 

@@ -72,6 +72,7 @@ def with_pattern(kind: str) -> FusionView:
         source="m.py:1",
         bytes=0,
         saves_ms=None,
+        count=3,
     )
     return msgspec.structs.replace(fusion(), patterns=[pattern])
 

@@ -1,0 +1,39 @@
+"""No absolute path leaves a run: not in positions, not in messages, not in what torch calls a file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from costlab.probes.sources import position, scrub, shorten
+
+CWD = Path("/srv/me/project")
+
+
+@pytest.mark.parametrize(
+    ("path", "line", "shown"),
+    [
+        ("/srv/me/project/model.py", 7, "model.py:7"),
+        ("/srv/me/elsewhere/model.py", 7, "model.py:7"),
+        ("/opt/venv/lib/python3.12/site-packages/lib/m.py", 7, "lib/m.py:7"),
+        ("<eval_with_key>.2 from /srv/me/secret/llama.py:118 in forward", 4, "llama.py:118"),
+        (
+            "<eval_with_key>.7 from <eval_with_key>.2 from /srv/me/secret/a.py:3 in f:9 in g",
+            4,
+            "<eval_with_key>.2 from a.py:3 in f:9",
+        ),
+        ("<string>", 1, "<string>:1"),
+        ("", 0, ""),
+    ],
+)
+def test_positions_are_short(path: str, line: int, shown: str) -> None:
+    assert position(path, line, CWD) == shown
+
+
+@pytest.mark.parametrize(
+    "text", ["failed in /srv/me/secret/a.py", "<x> from /srv/me/secret/a.py:1 in f", "'/srv/me/a.py'"]
+)
+def test_messages_hold_no_absolute_path(text: str) -> None:
+    assert "/srv" not in scrub(text, CWD)
+    assert "/srv" not in shorten(text, CWD)
