@@ -75,6 +75,7 @@ def run_command(
     shard_size: Annotated[int, typer.Option(help="HSDP: ranks per shard group; 0: half of them")] = 0,
     compile: Annotated[str, typer.Option(help="none, block or model")] = "block",
     compile_mode: Annotated[str, typer.Option(help="default, reduce-overhead, max-autotune-no-cudagraphs")] = "default",
+    dynamic: Annotated[str, typer.Option(help="Symbolic shapes in torch.compile: auto, off or on")] = "auto",
     cudagraphs: Annotated[bool, typer.Option("--cudagraphs", help="Capture compiled regions in CUDA graphs")] = False,
     dtype: Annotated[str, typer.Option(help="fp32 or bf16 (parameters stay fp32)")] = "bf16",
     batch: Annotated[int, typer.Option("--batch", "-b", help="Samples per rank; 0: the size's default")] = 0,

@@ -15,7 +15,8 @@ KINDS = {
     "communication": "check that all ranks can reach each other (NCCL_DEBUG=INFO tells more)",
     "workload": "mend the workload file; `costlab run --device cpu --ranks 1` shows the error faster",
     "spec": "change the option that is named",
-    "compile": "run again with --compile none to see whether the eager model works",
+    "compile": "run again with --compile none to see whether the eager model works, or with --dynamic off if it is"
+    " symbolic shapes that the compiler stumbles over",
     "illegal-address": "a kernel wrote out of bounds: CUDA_LAUNCH_BLOCKING=1 names it",
     "segfault": "a native library crashed: the log tail shows the last Python frames",
     "killed": "something outside costlab killed the process",

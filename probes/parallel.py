@@ -37,8 +37,13 @@ class Wrapped:
         return torch.autocast(device, dtype=self.autocast)
 
 
-def wrap(model: nn.Module, blocks: list[str], spec: RunSpec, device: torch.device) -> Wrapped:
-    """Apply recomputation, compile and the parallel strategy of `spec`, in place where possible."""
+def wrap(
+    model: nn.Module, blocks: list[str], spec: RunSpec, device: torch.device, dynamic: bool | None = None
+) -> Wrapped:
+    """Apply recomputation, compile and the parallel strategy of `spec`, in place where possible.
+
+    `dynamic` is the workload's wish for torch.compile, taken where `spec.dynamic` is "auto".
+    """
     modules = dict(model.named_modules())
     missing = [b for b in blocks if b not in modules]
     if missing:
@@ -48,7 +53,8 @@ def wrap(model: nn.Module, blocks: list[str], spec: RunSpec, device: torch.devic
             _recompute(model, name)
         modules = dict(model.named_modules())
     dtype = torch.bfloat16 if spec.dtype == "bf16" else torch.float32
-    compiled = _compile_blocks(modules, blocks, spec)
+    options = _compile_options(spec, dynamic)
+    compiled = _compile_blocks(modules, blocks, spec, options)
     wrapped = Wrapped(model=model, base=model, blocks=blocks, compiled=compiled)
     if spec.parallel == "ddp":
         _ddp(wrapped, spec, dtype, device)
@@ -57,7 +63,7 @@ def wrap(model: nn.Module, blocks: list[str], spec: RunSpec, device: torch.devic
     if dist.get_world_size() == 1:
         wrapped.expected_bytes, wrapped.formula = 0, "one rank has nobody to talk to"
     if spec.compile == "model":
-        wrapped.model.compile(**_compile_options(spec))
+        wrapped.model.compile(**options)
         wrapped.compiled = [""]
     return wrapped
 
@@ -75,8 +81,8 @@ def _recompute(model: nn.Module, name: str) -> None:
     block.forward = recomputed
 
 
-def _compile_options(spec: RunSpec) -> dict[str, Any]:
-    options: dict[str, Any] = {}
+def _compile_options(spec: RunSpec, dynamic: bool | None) -> dict[str, Any]:
+    options: dict[str, Any] = {"dynamic": {"auto": dynamic, "off": False, "on": True}[spec.dynamic]}
     if spec.compile_mode != "default":
         options["mode"] = spec.compile_mode
     if spec.cudagraphs and spec.compile_mode == "default":
@@ -84,11 +90,13 @@ def _compile_options(spec: RunSpec) -> dict[str, Any]:
     return options
 
 
-def _compile_blocks(modules: dict[str, nn.Module], blocks: list[str], spec: RunSpec) -> list[str]:
+def _compile_blocks(
+    modules: dict[str, nn.Module], blocks: list[str], spec: RunSpec, options: dict[str, Any]
+) -> list[str]:
     if spec.compile != "block":
         return []
     for name in blocks:
-        modules[name].compile(**_compile_options(spec))
+        modules[name].compile(**options)
     return list(blocks)
 
 

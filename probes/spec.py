@@ -13,6 +13,7 @@ DType = Literal["fp32", "bf16"]
 CompileMode = Literal["default", "reduce-overhead", "max-autotune-no-cudagraphs"]
 Recompute = Literal["none", "block"]
 Optimizer = Literal["adamw", "sgd"]
+Dynamic = Literal["auto", "off", "on"]
 CheckIn = Literal["off", "report", "bind"]
 
 BUILTIN_WORKLOADS = ("llama", "gpt2", "resnet50")
@@ -46,6 +47,7 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=F
     shard_size: int = 0
     compile: Compile = "block"
     compile_mode: CompileMode = "default"
+    dynamic: Dynamic = "auto"
     cudagraphs: bool = False
     dtype: DType = "bf16"
     batch: int = 0

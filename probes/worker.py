@@ -249,7 +249,7 @@ def build(run: RankRun) -> Trainer:
             run.facts.peak_tflops, run.facts.peak_method = matmul_tflops(run.device, dtype)
             run.facts.copy_gbps = copy_gbps(run.device)[0]
         run.voice.progress(2, 3, "wrapping the model")
-        wrapped = wrap(workload.model, workload.blocks, spec, run.device)
+        wrapped = wrap(workload.model, workload.blocks, spec, run.device, workload.dynamic)
         optimizer = make_optimizer(wrapped, spec, run.device)
     run.facts.expected_comm_bytes = wrapped.expected_bytes
     run.facts.expected_comm_formula = wrapped.formula

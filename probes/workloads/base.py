@@ -41,7 +41,8 @@ class Workload:
     `batch(step)` returns the step's data on the rank's device, different on every rank. `loss(model, batch)`
     runs the forward pass and returns a scalar. `blocks` are the FQNs to shard and compile one by one (found by
     `find_blocks` when empty). `flops_per_batch` counts forward and backward of one rank's batch without
-    recomputation; None means "count it".
+    recomputation; None means "count it". `dynamic` is handed to torch.compile where the user leaves it open: False
+    where blocks of one class differ in shape and each should be specialised.
     """
 
     model: nn.Module
@@ -54,6 +55,7 @@ class Workload:
     blocks: list[str] = field(default_factory=list)
     flops_per_batch: float | None = None
     flops_formula: str = ""
+    dynamic: bool | None = None
     source: str = ""
 
 

@@ -122,5 +122,6 @@ def make(ctx: WorkloadContext) -> Workload:
         unit="samples",
         units_per_batch=batch,
         blocks=[f"stages.{i}.{j}" for i, depth in enumerate(c.depths) for j in range(depth)],
+        dynamic=False,
         source="costlab.probes.workloads.resnet",
     )

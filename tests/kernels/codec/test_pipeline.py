@@ -6,7 +6,6 @@ import json
 import os
 import resource
 import shutil
-import signal
 import subprocess
 import sys
 import textwrap
@@ -330,50 +329,10 @@ def test_kill_9_at_random_moments_always_leaves_the_last_checkpoint_whole(tmp_pa
 
 def test_death_at_every_stage_of_a_save_leaves_the_one_before(tmp_path: Path) -> None:
     """A forked child dies at its n-th system call that changes the disk, for every n."""
-    state = {f"p{i}": torch.full((100, 257), 1.0) for i in range(10)}
-    with AsyncCheckpointer(tmp_path, slab_bytes=MIB) as checkpointer:
-        checkpointer.save(1, state)
-    for fatal in range(1, 40):
-        child = os.fork()
-        if child == 0:
-            _die_at(tmp_path, fatal)
-        _, status = os.waitpid(child, 0)
-        with Checkpoint.open(latest(tmp_path)) as checkpoint:  # type: ignore[arg-type]
-            checkpoint.verify()
-            step = checkpoint.manifest.step
-            assert all((checkpoint.tensor(name) == step).all() for name in state)
-        if os.WIFEXITED(status):
-            assert step == 2 and os.WEXITSTATUS(status) == 0
-            break
-        assert os.WTERMSIG(status) == signal.SIGKILL
-        # The rename of the manifest is the commit: before it the old checkpoint is the newest, after it the new one.
-        assert step in (1, 2)
-        if step == 2:
-            shutil.rmtree(latest(tmp_path))  # type: ignore[arg-type]
-    else:
-        pytest.fail("the child never finished")
-
-
-def _die_at(root: Path, fatal: int) -> None:
-    count = 0
-
-    def counted(real: Any) -> Any:
-        def call(*arguments: Any, **more: Any) -> Any:
-            nonlocal count
-            count += 1
-            if count == fatal:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return real(*arguments, **more)
-
-        return call
-
-    for name in ("pwrite", "fsync", "posix_fallocate", "ftruncate", "mkdir", "rename"):
-        setattr(os, name, counted(getattr(os, name)))
-    Path.rename = counted(Path.rename)  # type: ignore[method-assign]
-    checkpointer = AsyncCheckpointer(root, slab_bytes=MIB)
-    checkpointer.save(2, {f"p{i}": torch.full((100, 257), 2.0) for i in range(10)})
-    checkpointer.wait()
-    os._exit(0)
+    command = [sys.executable, "-P", str(Path(__file__).with_name("dying.py")), str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) >= 5  # at least: the folder, the file, its size, a write, a flush
 
 
 def test_reports_say_when_nothing_was_saved(tmp_path: Path) -> None:
