@@ -49,4 +49,5 @@ def test_variant(options: list[str], tmp_path: Path) -> None:
     assert report["fusion"]["quality"]["value"] > 0.98
     if "none" not in options:
         assert report["fusion"]["rate"]["value"] > 0.5
-        assert report["compile"]["breaks"] == []
+        split = "model" in options  # FSDP2's hooks cut a whole model at every block
+        assert bool(report["compile"]["breaks"]) == split
