@@ -18,7 +18,7 @@ READ: dict[Path, Loaded] = {}
 
 @pytest.fixture(autouse=True)
 def steady(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Colours, zone and animations do not depend on who runs the tests; the store is empty, samples are a test's own."""
+    """Colours, zone and animations do not depend on who runs the tests; the store is empty, no samples."""
     monkeypatch.setattr(work, "sample_names", list)
     monkeypatch.setenv("COSTLAB_HOME", str(tmp_path / "home"))
     monkeypatch.setenv("COLORTERM", "truecolor")

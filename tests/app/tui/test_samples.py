@@ -23,7 +23,7 @@ async def test_an_empty_store_offers_the_samples() -> None:
         await settle(pilot, lambda: app.session.listed)
         await pilot.press("7")
         await settle(pilot)
-        assert "recorded elsewhere" in shown(app)
+        assert "◇ recorded" in shown(app)
         for name in sample_names():
             assert name in shown(app)
 
