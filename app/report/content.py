@@ -106,7 +106,7 @@ def _write_headline(doc: Document, report: RunReport) -> None:
         off = steps.profiled_ms / steps.step_ms.value - 1
         doc.say(
             f"Step times come from unprofiled steps. The profiled steps took {ms(steps.profiled_ms)}, "
-            f"{share(abs(off))} {'more' if off > 0 else 'less'}, and are used for shares only."
+            f"{share(abs(off))} {'more' if off > 0 else 'less'}, and are never taken for step times."
         )
 
 
