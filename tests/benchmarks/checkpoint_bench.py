@@ -45,8 +45,8 @@ from costlab.kernels.codec.table import codec_table
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 
-from checkpoint_common import GB, Bench, Workload, seconds, stall_of, sync  # noqa: E402
-from checkpoint_dcp import section_dcp  # noqa: E402
+from checkpoint_common import GB, Bench, Workload, seconds, stall_of, sync
+from checkpoint_dcp import section_dcp
 
 
 def environment(bench: Bench) -> dict[str, Any]:

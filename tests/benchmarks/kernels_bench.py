@@ -21,6 +21,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parent))  # not there under PYTHONSAFEPATH
+
 import torch
 import torch.nn.functional as F
 from kernels_sweep import SWEEPS

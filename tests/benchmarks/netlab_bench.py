@@ -15,6 +15,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parent))  # not there under PYTHONSAFEPATH
 sys.path.insert(0, str(Path(__file__).parent.parent / "kernels" / "schedule"))
 sys.path.insert(0, str(Path(__file__).parent.parent / "netlab"))
 os.environ.setdefault("OMP_NUM_THREADS", "1")

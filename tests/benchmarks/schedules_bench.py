@@ -23,6 +23,7 @@ from typing import Any
 
 os.environ["NCCL_NVLS_ENABLE"] = "0"
 os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
+sys.path.insert(0, str(Path(__file__).resolve().parent))  # not there under PYTHONSAFEPATH
 
 import torch
 import torch.distributed as dist
