@@ -49,9 +49,7 @@ def wrap(
     if missing:
         raise SpecError(f"the workload names blocks that the model does not have: {', '.join(missing[:4])}")
     if spec.recompute == "block":
-        for name in blocks:
-            _recompute(model, name)
-        modules = dict(model.named_modules())
+        _recompute(model, blocks)
     dtype = torch.bfloat16 if spec.dtype == "bf16" else torch.float32
     options = _compile_options(spec, dynamic)
     compiled = _compile_blocks(modules, blocks, spec, options)
@@ -68,17 +66,14 @@ def wrap(
     return wrapped
 
 
-def _recompute(model: nn.Module, name: str) -> None:
-    """Recompute the block's activations in backward, without a wrapper module that would change its FQN."""
-    from torch.utils.checkpoint import checkpoint
+def _recompute(model: nn.Module, blocks: list[str]) -> None:
+    """Recompute the blocks' activations in backward, without wrapper modules that would change their FQNs."""
+    from costlab.kernels.recompute import Granularity, Recompute, RecomputeError, apply
 
-    block = model.get_submodule(name)
-    forward = block.forward
-
-    def recomputed(*args: Any, **kwargs: Any) -> Any:
-        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
-
-    block.forward = recomputed
+    try:
+        apply(model, Recompute(Granularity.BLOCK, tuple(blocks)))
+    except RecomputeError as error:
+        raise SpecError(f"--recompute block: {error}") from error
 
 
 def _compile_options(spec: RunSpec, dynamic: bool | None) -> dict[str, Any]:

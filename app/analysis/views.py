@@ -107,7 +107,7 @@ class LayerRow(View, frozen=True, kw_only=True):
     status: FusionStatus
     rate: float | None
     target: float | None
-    ms: float | None  # measured, per step
+    ms: float | None  # measured, per step, of all kernels but collectives
     bytes: int | None  # actual traffic of fusible kernels, per step
     lost: int | None  # addressable bytes lost, per step
     structural: int | None
