@@ -169,3 +169,27 @@ def test_a_broken_model_span_does_not_break_the_model() -> None:
     )
     view = view_of([*TREE, own], [], [kernel("k1", "block")])
     assert view.layers[0].status == "partial"
+
+
+def test_collectives_take_no_part_in_a_layers_time() -> None:
+    from costlab.app.analysis.fusion import leave_out_collectives, own_traffic
+    from costlab.probes.records import SpanRow
+
+    def span(kind: str, name: str, ms: float, **more: str) -> SpanRow:
+        return SpanRow(
+            trace_id="t", span_id=name, parent_span_id="p", rank=0, kind=kind, name=name, phase="forward", ms=ms, **more
+        )  # type: ignore[arg-type]
+
+    spans = frame(
+        SpanRow,
+        [
+            span("layer", "fsdp", 12.0, layer="fsdp"),
+            span("kernel", "ncclDevKernel_AllGather", 10.0, layer="fsdp", kernel_kind="collective"),
+            span("kernel", "copy_in", 2.0, layer="fsdp", kernel_kind="copy"),
+            span("layer", "mlp", 5.0, layer="mlp"),
+            span("kernel", "mm", 5.0, layer="mlp", kernel_kind="extern"),
+        ],
+    )
+    own = own_traffic(spans)
+    leave_out_collectives(own, spans)
+    assert {layer: own[layer].ms for layer in ("fsdp", "mlp")} == {"fsdp": 2.0, "mlp": 5.0}
