@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 from collections.abc import Callable
 from enum import StrEnum
@@ -317,7 +318,7 @@ def runs(
     elif as_json:
         typer.echo(runs_json(summaries))
     elif summaries:
-        typer.echo(runs_text(summaries))
+        typer.echo(runs_text(summaries, shutil.get_terminal_size((120, 24)).columns))
     else:
         typer.echo(
             "no runs yet; `costlab run --preset smoke` records one, `costlab tui --sample list` names samples", err=True

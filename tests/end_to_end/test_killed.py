@@ -115,3 +115,14 @@ def running(pid: int) -> bool:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
+
+
+def test_the_list_of_runs_fits_the_terminal(tmp_path: Path) -> None:
+    from tests.app.make_run import write_example_run
+
+    write_example_run(tmp_path / "runs" / "20261129-1402-llama-example-a1b2")
+    for columns in ("80", "120"):
+        environment = {**os.environ, "COSTLAB_HOME": str(tmp_path), "COLUMNS": columns}
+        command = [sys.executable, "-P", "-m", "costlab.app", "runs"]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+        assert max(map(len, done.stdout.splitlines())) <= int(columns)
