@@ -17,10 +17,11 @@ In a training loop:
 | module | what |
 |---|---|
 | codecs, policy, gate, table | one tensor's codecs; which tensor gets which; the acceptance test; the measured table |
-| fp8, integer, log8, sparse, lossless | each codec's definition; `triton_blocks` has the kernels |
+| fp8, integer, log8, sparse, lossless | each codec's definition; `triton_blocks`, `triton_tiles` have the kernels |
 | layout, writing, container | the file: bytes, writer, reader |
 | manifest, checkpoint | the directory of all ranks' files; loading with resharding |
-| pipeline, plan, stage, slabs, finish, commit, replica | asynchronous saving |
+| device_load, device_crc | from file to GPU, checked there |
+| pipeline, plan, snapshot, stage, slabs, finish, commit, replica | asynchronous saving |
 | interchange, safetensors_io, gds | other formats; GPUDirect Storage |
 
 What a file or a disk does raises `CheckpointError` (of which `CheckpointRefused` is one) and nothing else.

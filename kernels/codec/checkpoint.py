@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -42,6 +42,8 @@ def _overlap(
 def check_cover(name: str, places: list[Place]) -> None:
     """Raise unless the shards of a tensor agree on shape and dtype, don't overlap and fill the global shape."""
     shape, dtype = places[0][1].global_shape, places[0][1].dtype
+    if len(places) == 1 and places[0][1].shape == shape:
+        return
     if any((e.global_shape, e.dtype) != (shape, dtype) for _, e in places):
         raise CheckpointError(f"{name}: ranks disagree on its shape or dtype")
     if sum(e.numel for _, e in places) != math.prod(shape):
@@ -210,19 +212,27 @@ class Checkpoint:
 
     def _prefetch(self, wanted: dict[str, Leaf]) -> set[str]:
         """Read raw shards that match contiguous CUDA tensors exactly straight into them, all in one go."""
-        jobs = []
-        for name, leaf in wanted.items():
+        filled: set[str] = set()
+        jobs = self._jobs(wanted, filled)
+        first = next(jobs, None)
+        if first is not None:
+            loader = self._device_loader(first.target.device, verify=True)
+            loader.load(itertools.chain([first], jobs))
+        return filled
+
+    def _jobs(self, wanted: dict[str, Leaf], filled: set[str]) -> Iterator[Job]:
+        """Reads of whole raw shards into CUDA tensors, in the order of the files; adds their names to `filled`."""
+        order = sorted(wanted, key=lambda name: (self.places[name][0][0], self.places[name][0][1].offset))
+        for name in order:
+            leaf = wanted[name]
             local, start = _local(leaf) if isinstance(leaf, torch.Tensor) else (None, ())
             if local is None or not local.is_cuda or not local.is_contiguous():
                 continue
             for rank, entry in self.places[name]:
                 same = (entry.start, entry.shape, entry.dtype) == (start, tuple(local.shape), local.dtype)
                 if same and entry.choice.codec is Codec.RAW and entry.length:
-                    target = local.detach().reshape(-1).view(torch.uint8)
-                    jobs.append((name, Job(self.files[rank], entry, target)))
-        if jobs:
-            self._device_loader(jobs[0][1].target.device, verify=True).load([job for _, job in jobs])
-        return {name for name, _ in jobs}
+                    filled.add(name)
+                    yield Job(self.files[rank], entry, local.detach().reshape(-1).view(torch.uint8))
 
     def _fill(self, name: str, leaf: Leaf, filled: set[str]) -> Leaf:
         entry = self.places[name][0][1]

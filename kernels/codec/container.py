@@ -242,6 +242,9 @@ class Container:
         entry = self.entry(name)
         if entry.kind is not Kind.TENSOR:
             raise CheckpointError(f"{self.path}: {name!r} is a value, not a tensor")
+        if entry.choice.codec is Codec.RAW and entry.length and not entry.patch_count:
+            plain = torch.from_numpy(self.extent(entry, verify)).view(entry.dtype).view(entry.shape)
+            return plain if device is None else plain.to(device)
         return self.finish(entry, self.encoded(name, verify), device, resolve)
 
     def finish(

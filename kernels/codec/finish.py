@@ -31,7 +31,7 @@ from costlab.kernels.codec.layout import (
 from costlab.kernels.codec.manifest import RankFile
 from costlab.kernels.codec.plan import Item, Plan, Way
 from costlab.kernels.codec.replica import Replica
-from costlab.kernels.codec.slabs import Slab, SlabPool
+from costlab.kernels.codec.slabs import Region, Slab, SlabPool
 from costlab.kernels.codec.stage import Stager
 from costlab.kernels.codec.writing import file_size
 
@@ -126,7 +126,11 @@ class Tail:
 
 
 class SaveJob:
-    """One save from the first staged slab to the commit. `staged` is set when the state may change again."""
+    """One save from the first staged slab to the commit.
+
+    `launched`: the calling thread is done. `enqueued`: all that reads the state is enqueued on the device.
+    `staged`: the state may change again.
+    """
 
     def __init__(
         self, plan: Plan, site: Site, pool: SlabPool, writers: Executor, stager: Stager, direct: bool,
@@ -134,8 +138,11 @@ class SaveJob:
     ) -> None:  # fmt: skip
         self.plan, self.site, self.pool = plan, site, pool
         self.timeline = Timeline()
-        self.enqueued, self.staged = threading.Event(), threading.Event()
+        self.launched, self.enqueued, self.staged = threading.Event(), threading.Event(), threading.Event()
+        self.fixed, self.packed = Region(pool, plan.start, self.slab_full), Region(pool, 0, self.loose_full)
         self.failure: BaseException | None = None
+        self.coded_later = plan.coded_later
+        self.launch_parts: tuple[tuple[str, float], ...] = ()
         self.zeros: frozenset[str] = frozenset()
         self.replica_path: Path | None = None
         self.replica_error: str | None = None
@@ -191,6 +198,7 @@ class SaveJob:
             high = min(low + self.pool.slab_bytes, self.plan.fixed_end)
             sink = self._sink.result()
             start = time.perf_counter()
+            self._zero_gaps(slab.array, low, high)
             self._check_in(slab.array, low, high)
             self.timeline.add("checksum", start)
             start = time.perf_counter()
@@ -202,6 +210,15 @@ class SaveJob:
             self.timeline.add("write", start)
         finally:
             self.pool.release(slab)
+
+    def _zero_gaps(self, array: Bytes, low: int, high: int) -> None:
+        """What the device left between values between file offsets `low` and `high` isn't ours to store."""
+        gaps = self.plan.paddings
+        for first, last in gaps[max(bisect.bisect_right(gaps, (low, low)) - 1, 0) :]:
+            if first >= high:
+                break
+            if last > low:
+                array[max(first, low) - low : min(last, high) - low] = 0
 
     def _check_in(self, array: Bytes, low: int, high: int) -> None:
         """Checksum the parts of extents between file offsets `low` and `high`; chunks never straddle slabs."""
@@ -244,7 +261,11 @@ class SaveJob:
         return file
 
     def _give_up(self, error: BaseException) -> None:
-        self.enqueued.wait()
+        self.launched.wait()
+        self._stager.abandon()
+        self.fixed.abort()
+        self.packed.abort()
+        self.enqueued.set()
         for write in self._writes:
             write.exception()
         if self._sink.exception() is None:
@@ -256,13 +277,19 @@ class SaveJob:
         report_failure(self.site, error)
 
     def _wait_for_copies(self) -> None:
-        self.enqueued.wait()
+        self.launched.wait()
         if self.failure is not None:
             raise self.failure
         start = time.perf_counter()
+        self._stager.copy_direct(self.plan, self.fixed, self.packed)
+        self.enqueued.set()
         self._stager.resolve(self.plan)
+        self.plan.release()
         self.timeline.add("stage", start)
         self.staged.set()
+        start = time.perf_counter()
+        self._stager.copy_snapshot(self.plan, self.fixed, self.packed)
+        self.timeline.add("copy", start)
 
     def _write_all(self, sink: FileSink) -> RankFile:
         for write in self._writes:

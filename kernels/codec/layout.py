@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import re
 import struct
 import unicodedata
 from dataclasses import dataclass, field
@@ -126,7 +127,7 @@ class Header:
 
 def align(offset: int, to: int) -> int:
     """The next multiple of `to`."""
-    return ceil_div(offset, to) * to
+    return -(-offset // to) * to
 
 
 def part_offsets(parts: tuple[int, int, int]) -> tuple[int, int, int]:
@@ -148,9 +149,15 @@ def place(cursor: int, length: int) -> int:
 _UNPRINTABLE = frozenset({"Cc", "Cf", "Cs", "Co", "Zl", "Zp"})
 
 
+# Keeps all rules; nearly every name is of this kind.
+_PLAIN_NAME = re.compile(r"[A-Za-z0-9_]+(?:[.@-][A-Za-z0-9_]+)*", re.ASCII).fullmatch
+
+
 @lru_cache(1 << 16)
 def check_name(name: str) -> None:
     """Raise unless the name is safe to print, to sort and to make part of a path: see `_NAME_RULES`."""
+    if len(name) <= MAX_NAME and _PLAIN_NAME(name):
+        return
     problem = next((text for text, holds in _NAME_RULES if holds(name)), None)
     if problem:
         raise CheckpointError(f"tensor name {name[:80]!r}: {problem}")
@@ -332,10 +339,11 @@ def _check_entry(entry: Entry, limits: Limits) -> None:
 
 
 def _shape_problem(entry: Entry, limits: Limits) -> str | None:
-    sizes = (*entry.shape, *entry.global_shape, *entry.start)
-    if any(size > MAX_DIM for size in sizes) or math.prod(max(s, 1) for s in entry.global_shape) > 1 << 62:
+    sizes = (0, *entry.shape, *entry.global_shape, *entry.start)
+    if max(sizes) > MAX_DIM or math.prod([s or 1 for s in entry.global_shape]) > 1 << 62:
         return f"shape {entry.shape} of {entry.global_shape} is beyond the limits"
-    if any(s + n > g for s, n, g in zip(entry.start, entry.shape, entry.global_shape, strict=True)):
+    whole = entry.shape == entry.global_shape and not any(entry.start)
+    if not whole and any(s + n > g for s, n, g in zip(entry.start, entry.shape, entry.global_shape, strict=True)):
         return f"shard {entry.shape} at {entry.start} is outside the global shape {entry.global_shape}"
     if entry.decoded_bytes > min(limits.tensor_bytes, MAX_EXPANSION * entry.length + (1 << 20)):
         return f"{entry.decoded_bytes} decoded bytes from {entry.length} stored ones is beyond the limits"
@@ -388,6 +396,10 @@ def scale_bytes(choice: Choice, shape: tuple[int, ...]) -> int:
 
 def _part_problem(entry: Entry) -> str | None:
     codes, scales, structure = entry.parts
+    if entry.choice.codec is Codec.RAW and entry.layout is Layout.DENSE and not entry.patch_count:
+        plain = codes == entry.length == entry.decoded_bytes and not (scales or structure or entry.patch_length)
+        if plain:
+            return None
     codec, most = entry.choice.codec, dense_code_bytes(entry.choice, entry.numel, entry.dtype.itemsize)
     fixed = entry.layout is Layout.DENSE and codec is not Codec.ZSTD
     if codes > most or (fixed and (codes != most or structure)):

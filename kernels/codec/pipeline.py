@@ -9,10 +9,16 @@
             checkpointer.save(step, {"model": model, "optim": optimizer, "step": step})
     checkpointer.close()
 
-`save` enqueues coding and copies on a side stream that waits for the compute stream, into a bounded pool of
-pinned memory, and returns. Threads write what has arrived with several O_DIRECT requests at a time; the file is
-synced and renamed and the manifest makes it a checkpoint. Until the copies are made the state must not change:
-`attach` makes the optimizer wait, or call `wait_staged()` yourself.
+`save` enqueues, on a side stream that waits for the compute stream, a coded copy of the state inside the device's
+memory and returns; a thread brings the copy to a bounded pool of pinned memory. Threads write what has arrived
+with several O_DIRECT requests at a time; the file is synced and renamed and the manifest makes it a checkpoint.
+Until the device's copy is made the state must not change: `attach` makes the optimizer's stream wait for it, or call
+`wait_staged()` yourself.
+
+The device's copy is as large as the file (a quarter of the state with `fp8`) and lasts until it is on the host. With
+`snapshot="auto"` it is taken of as much as leaves 5 % of the device and 1 GiB free when the first save is planned; the
+rest goes straight to the host, at the speed of the bus, before the state may change. "device" insists, "stream" takes
+none.
 
 On the CPU the copy is made before `save` returns; writing is in the background all the same.
 
@@ -24,8 +30,8 @@ at once.
 
 from __future__ import annotations
 
+import itertools
 import secrets
-import threading
 import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -45,11 +51,11 @@ from costlab.kernels.codec.finish import SaveJob
 from costlab.kernels.codec.gate import DEFAULT_THRESHOLD, Adam, Moments, UpdateError, first_update_error
 from costlab.kernels.codec.layout import MAX_CHAIN, NO_BASE
 from costlab.kernels.codec.manifest import RankFile, directory_name
-from costlab.kernels.codec.plan import Plan, item_of, lay_out
+from costlab.kernels.codec.plan import Plan, PlanCache, item_of, lay_out
 from costlab.kernels.codec.policy import Policy, preset
 from costlab.kernels.codec.replica import Replica
 from costlab.kernels.codec.slabs import DEFAULT_SLAB, Region, Slab, SlabPool
-from costlab.kernels.codec.stage import Stager
+from costlab.kernels.codec.stage import SnapshotMode, Stager
 from costlab.kernels.codec.state import Leaf, Part, flatten, parts_of
 
 COUNT_ZEROS_EVERY = 10
@@ -59,9 +65,9 @@ COUNT_ZEROS_EVERY = 10
 class SaveReport:
     """A committed save. Bytes are this rank's; seconds count from the call of `save`.
 
-    `launch_s` the call kept the thread; `staged_s` until the state might change again; `device_s` the side
-    stream's work (None on the CPU); `durable_s` until committed. `timeline` has (stage, start, end) of every
-    piece of work.
+    `launch_s` the call kept the thread, of which `launch_parts` says for what; `staged_s` until the state might change
+    again; `device_s` the side stream's work until then (None on the CPU); `durable_s` until committed.
+    `snapshot_bytes` of device memory held the copy. `timeline` has (stage, start, end) of every piece of work.
     """
 
     step: int
@@ -78,9 +84,14 @@ class SaveReport:
     replica: Path | None
     replica_error: str | None
     timeline: tuple[tuple[str, float, float], ...]
+    launch_parts: tuple[tuple[str, float], ...] = ()
+    snapshot_bytes: int = 0
 
     def seconds(self, stage: str) -> float:
-        """First start to last end of a stage: launch, open, stage, checksum, write, pack, sync, replica, commit."""
+        """First start to last end of a stage.
+
+        Stages: launch, open, stage, copy, checksum, write, pack, sync, replica, commit.
+        """
         found = [span for span in self.timeline if span[0] == stage]
         return max(s[2] for s in found) - min(s[1] for s in found) if found else 0.0
 
@@ -91,7 +102,7 @@ class SaveHandle:
     def __init__(self, step: int, skipped: bool = False) -> None:
         self.step, self.skipped = step, skipped
         self._future: Future[SaveReport] = Future()
-        self._staged: threading.Event | None = None
+        self._job: SaveJob | None = None
 
     def done(self) -> bool:
         """Whether it is committed, failed or skipped."""
@@ -99,8 +110,8 @@ class SaveHandle:
 
     def wait_staged(self) -> None:
         """Until the state may change again."""
-        if self._staged is not None:
-            self._staged.wait()
+        if self._job is not None:
+            self._job.staged.wait()
 
     def result(self, timeout: float | None = None) -> SaveReport | None:
         """Wait until it is durable; None when it was skipped. Raises the save's `CheckpointError`."""
@@ -123,7 +134,9 @@ class AsyncCheckpointer:
 
     root: directory of the checkpoints, made if absent; shared by all ranks.
     policy: name of a preset or a `Policy`.
-    pool_bytes: most staging memory; default what one save needs. A smaller pool makes `save` wait for the disk.
+    pool_bytes: most staging memory; default what one save needs. With a smaller pool the device's copy lasts as long as
+        the disk takes.
+    snapshot: where the copy is made that training waits for: "auto", "device" or "stream" (see the module).
     queue_depth: write requests in flight, and threads.
     direct: O_DIRECT where the filesystem has it.
     back_pressure: when the save before isn't written yet, "wait" for it or "skip" this one (rank 0 decides for all).
@@ -139,7 +152,7 @@ class AsyncCheckpointer:
 
     def __init__(
         self, root: Path | str, policy: str | Policy = "exact", *, pool_bytes: int | None = None,
-        slab_bytes: int = DEFAULT_SLAB, queue_depth: int = 8, direct: bool = True,
+        snapshot: SnapshotMode = "auto", slab_bytes: int = DEFAULT_SLAB, queue_depth: int = 8, direct: bool = True,
         back_pressure: Literal["wait", "skip"] = "wait", on_failure: Literal["raise", "warn"] = "raise",
         gate_threshold: float = DEFAULT_THRESHOLD, gate_every: int = 50,
         on_refusal: Literal["raise", "exact"] = "raise",
@@ -161,7 +174,8 @@ class AsyncCheckpointer:
         self._unraised: CheckpointError | None = None
         self._writers = ThreadPoolExecutor(queue_depth, thread_name_prefix="checkpoint-write")
         self._coordinator = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-        self._stager = Stager()
+        self._stager = Stager(snapshot)
+        self._plans = PlanCache()
         self._last: SaveHandle | None = None
         self._saved_steps: set[int] = set()
         self._lossy_saves = self._saves = 0
@@ -183,8 +197,17 @@ class AsyncCheckpointer:
         self._hooks.append(optimizer.register_step_pre_hook(lambda *_: self.before_step()))
 
     def before_step(self) -> None:
-        """Wait until the last save's copies are made, and raise the error of a save that failed since."""
-        self.wait_staged()
+        """Make the current stream wait for the last save's copy, and raise the error of a save that failed since.
+
+        Waits in the thread itself on the CPU, and for a copy whose kernels may have found values to keep as they are.
+        """
+        job = None if self._last is None else self._last._job
+        if job is not None:
+            job.enqueued.wait()
+            if job.coded_later or self._stager.done is None:
+                job.staged.wait()
+            else:
+                torch.cuda.current_stream(self._stager.device).wait_event(self._stager.done)
         self._surface()
 
     def wait_staged(self) -> None:
@@ -220,7 +243,8 @@ class AsyncCheckpointer:
 
     def warm_up(self, state: Any) -> None:
         """Do all of a save of this state but the writing: pins the staging memory and compiles the kernels."""
-        plan = self._plan(parts_of(state, self.rank, self.world_size, self.per_rank), self._tier(self.policy, None))
+        parts = parts_of(state, self.rank, self.world_size, self.per_rank)
+        plan = self._plan(parts, self._tier(self.policy, None))
         self.pool.reserve(plan.fixed_end + self.pool.slab_bytes + plan.packed_end)
 
         def drop(_index: int, slab: Slab) -> None:
@@ -228,17 +252,20 @@ class AsyncCheckpointer:
                 self._stager.stream.synchronize()
             self.pool.release(slab)
 
-        self._stager.stage(plan, Region(self.pool, plan.start, drop), Region(self.pool, 0, drop))
-        if self._stager.done is not None:
-            self._stager.done.synchronize()
+        fixed, packed = Region(self.pool, plan.start, drop), Region(self.pool, 0, drop)
+        self._stager.begin(plan, fixed, packed)
+        self._stager.copy_direct(plan, fixed, packed)
+        self._stager.resolve(plan)
+        self._stager.copy_snapshot(plan, fixed, packed)
+        plan.release()
 
     def save(self, step: int, state: Any) -> SaveHandle:
-        """Begin a save. Returns when all copies are enqueued (CUDA) or made (CPU).
+        """Begin a save. Returns when the device's copy is enqueued (CUDA) or all copies are made (CPU).
 
         Raises `CheckpointError` for a state that can't be stored or a step saved before, `CheckpointRefused`
         when the gate refuses, and the error of an earlier save that failed since.
         """
-        began = time.perf_counter()
+        marks = [("", time.perf_counter())]
         self._surface()
         if step in self._saved_steps:
             raise CheckpointError(f"step {step} was saved before; a step directory is never written twice")
@@ -251,9 +278,12 @@ class AsyncCheckpointer:
         try:
             flat = flatten(state)
             parts = parts_of(flat, self.rank, self.world_size, self.per_rank)
+            marks.append(("names", time.perf_counter()))
             policy, error = self._gated(parts, flat)
             pending = self._tier(policy, self._previous)
+            marks.append(("gate", time.perf_counter()))
             plan = self._plan(parts, pending)
+            marks.append(("plan", time.perf_counter()))
         except CheckpointError as problem:
             report_failure(site, problem)
             if self.replica is not None:
@@ -261,7 +291,7 @@ class AsyncCheckpointer:
             raise
         base = pending.previous.directory if pending.previous is not None else None
         measured = None if error is None else error.worst
-        return self._begin(began, replace(site, base=base, update_error=measured, preset=policy.name), plan, pending)
+        return self._begin(marks, replace(site, base=base, update_error=measured, preset=policy.name), plan, pending)
 
     def _make_way(self) -> bool:
         """Whether this save goes on; waits for the one before unless it is to be skipped."""
@@ -322,6 +352,10 @@ class AsyncCheckpointer:
 
     def _plan(self, parts: Sequence[Part], pending: _Pending) -> Plan:
         """Lay the save out. What is packed in the background is held until then and must fit half of a bounded pool."""
+        key = (pending.policy.name, self._zeros) if pending.policy.keyframe_every is None else object()
+        return self._plans.get(key, parts, lambda: self._new_plan(parts, pending))
+
+    def _new_plan(self, parts: Sequence[Part], pending: _Pending) -> Plan:
         limit = self.pool.limit_bytes
         plan = lay_out([item_of(part, pending.choose, pending.encode, self._zeros) for part in parts])
         if limit is None or plan.packed_end <= limit // 2:
@@ -334,30 +368,28 @@ class AsyncCheckpointer:
             )
         return plan
 
-    def _begin(self, began: float, site: Site, plan: Plan, pending: _Pending) -> SaveHandle:
+    def _begin(self, marks: list[tuple[str, float]], site: Site, plan: Plan, pending: _Pending) -> SaveHandle:
         pending.keep_keyframe(plan)
         count = self._saves % COUNT_ZEROS_EVERY == 0
         self._saves += 1
         job = SaveJob(plan, site, self.pool, self._writers, self._stager, self.direct, self.replica, count_zeros=count)
-        job.timeline.origin = began
+        job.timeline.origin = began = marks[0][1]
         handle = self._last = SaveHandle(site.step)
-        handle._staged = job.staged
-        fixed, packed = Region(self.pool, plan.start, job.slab_full), Region(self.pool, 0, job.loose_full)
+        handle._job = job
         job.open_soon()
-        self._coordinator.submit(self._complete, job, handle, pending)
+        marks.append(("prepare", time.perf_counter()))
         try:
-            self._stager.stage(plan, fixed, packed)
+            self._stager.begin(plan, job.fixed, job.packed)
         except BaseException as error:
-            if self._stager.stream is not None:
-                self._stager.stream.synchronize()
-            fixed.abort()
-            packed.abort()
             job.failure = error if isinstance(error, CheckpointError) else CheckpointError(f"staging failed: {error}")
             if not isinstance(error, Exception):
                 raise
         finally:
+            marks.append(("snapshot", time.perf_counter()))
+            job.launch_parts = tuple((name, end - start) for (_, start), (name, end) in itertools.pairwise(marks))
             job.timeline.add("launch", began)
-            job.enqueued.set()
+            job.launched.set()
+            self._coordinator.submit(self._complete, job, handle, pending)
         return handle
 
     def _complete(self, job: SaveJob, handle: SaveHandle, pending: _Pending) -> None:
@@ -434,7 +466,8 @@ def _report(job: SaveJob, file: RankFile, stager: Stager) -> SaveReport:
         site.step, site.directory, site.preset, job.plan.source_bytes, file.size,
         launch_s=line.seconds("launch"), staged_s=max(staged, default=0.0), device_s=stager.staged_seconds(),
         durable_s=max(span[2] for span in spans), direct=job.direct, update_error=site.update_error,
-        replica=job.replica_path, replica_error=job.replica_error, timeline=spans,
+        replica=job.replica_path, replica_error=job.replica_error, timeline=spans, launch_parts=job.launch_parts,
+        snapshot_bytes=0 if stager.done is None else stager.snapshot_bytes,
     )  # fmt: skip
 
 

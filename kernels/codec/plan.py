@@ -13,11 +13,15 @@ import torch
 from costlab.kernels.codec import crc, triton_blocks
 from costlab.kernels.codec.codecs import Choice, Codec, Encoded, block_grid, effective, encode, error_bound
 from costlab.kernels.codec.layout import (
+    ALIGN,
+    PAGE,
     Entry,
     Kind,
+    align,
     data_start,
     dense_code_bytes,
     extent_length,
+    part_offsets,
     place,
     scale_bytes,
 )
@@ -27,7 +31,13 @@ from costlab.kernels.codec.writing import Box, check_storable, entry_of, literal
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from costlab.kernels.codec.snapshot import DeviceCopy
+
     Bytes = NDArray[np.uint8]
+
+
+_NOTHING = torch.empty(0, dtype=torch.uint8)
+_NO_PATCH = np.empty(0, np.uint8)
 
 
 class Way(Enum):
@@ -92,7 +102,7 @@ def item_of(
     value = part.value
     if not isinstance(value, torch.Tensor):
         entry, data = literal_entry(part.name, value)
-        return Item(entry, torch.from_numpy(data.copy()), Way.RAW, Choice())
+        return Item(entry, _padded(data), Way.RAW, Choice())
     tensor = value.detach()
     check_storable(part.name, tensor)
     shape = tuple(tensor.shape)
@@ -124,6 +134,9 @@ class Plan:
     start: int
     fixed_end: int
     packed_end: int
+    source_bytes: int
+    paddings: list[tuple[int, int]]
+    device_copy: DeviceCopy | None = None
 
     @property
     def items(self) -> list[Item]:
@@ -131,9 +144,14 @@ class Plan:
         return [*self.fixed, *self.packed]
 
     @property
-    def source_bytes(self) -> int:
-        """Bytes of the state before coding."""
-        return sum(item.source.numel() * item.source.element_size() for item in self.items)
+    def coded_later(self) -> bool:
+        """Whether kernels code some of it, so that the entries are complete only after the device is done."""
+        return any(item.way is Way.KERNEL for item in self.items)
+
+    def release(self) -> None:
+        """Let go of the state's tensors; their values must be copied."""
+        for item in self.items:
+            item.source, item.ready = _NOTHING, None
 
 
 def lay_out(items: Sequence[Item]) -> Plan:
@@ -146,9 +164,91 @@ def lay_out(items: Sequence[Item]) -> Plan:
         if item.entry.length:
             item.staged_at = item.entry.offset = place(cursor, item.entry.length)
             item.entry.crcs = [0] * crc.chunk_count(item.entry.offset, item.entry.length)
-            cursor = item.end
+            cursor = item.end if item.entry.kind is Kind.TENSOR else item.staged_at + _slot(item.entry.length)
     loose = 0
     for item in packed:
         item.staged_at = place(loose, item.entry.length)
         loose = item.end
-    return Plan(fixed, packed, start, cursor, loose)
+    size = sum(item.source.numel() * item.source.element_size() for item in items)
+    return Plan(fixed, packed, start, cursor, loose, size, _paddings(fixed, start))
+
+
+def _paddings(items: Sequence[Item], start: int) -> list[tuple[int, int]]:
+    """(first, last + 1) of the bytes from `start` that belong to no value: between extents and between their parts.
+
+    A literal's slot counts as its own: it is staged with zeros behind it.
+    """
+    found, cursor = [], start
+    for item in items:
+        at, sizes = item.staged_at, item.entry.parts
+        for offset, size in zip(part_offsets(sizes), sizes, strict=True):
+            if size:
+                if at + offset > cursor:
+                    found.append((cursor, at + offset))
+                cursor = at + offset + (size if item.entry.kind is Kind.TENSOR else _slot(size))
+    return found
+
+
+def _slot(size: int) -> int:
+    """What a literal takes in the file: its length may change within 64 bytes without moving anything."""
+    return align(size, ALIGN) if size < PAGE else size
+
+
+def _padded(data: Bytes) -> torch.Tensor:
+    """A literal's bytes and zeros to the end of its slot."""
+    return torch.from_numpy(np.pad(data, (0, _slot(data.size) - data.size)))
+
+
+Signature = list[tuple[object, ...]]
+
+
+def signature(parts: Sequence[Part]) -> Signature:
+    """What must be equal for a plan to serve again: names, addresses, shapes and dtypes; literals by their slot."""
+    found: Signature = []
+    for part in parts:
+        value = part.value
+        if isinstance(value, torch.Tensor):
+            found.append((part.name, value.data_ptr(), value.dtype, value.shape, value.stride(), part.box))
+        else:
+            entry, data = literal_entry(part.name, value)
+            found.append((part.name, entry.kind, _slot(data.size)))
+    return found
+
+
+def reusable(plan: Plan) -> bool:
+    """Whether another save can use the plan: nothing in it was coded when it was made or changes size later."""
+    return not plan.packed and all(item.way is not Way.READY for item in plan.fixed)
+
+
+def renew(plan: Plan, parts: Sequence[Part]) -> None:
+    """Give a reusable plan the values of the next save, whose signature is the same."""
+    for item, part in zip(plan.fixed, parts, strict=True):
+        value, old = part.value, item.entry
+        if isinstance(value, torch.Tensor):
+            item.source = value.detach()
+            old.patch_count = old.patch_offset = old.patch_length = 0
+            old.patch_crcs = []
+            old.low = old.high = 0
+        else:
+            item.entry, data = literal_entry(part.name, value)
+            item.source = _padded(data)
+            item.entry.offset, item.entry.crcs = old.offset, list(old.crcs)
+        item.patch = _NO_PATCH
+
+
+class PlanCache:
+    """The last plan, for the saves after it: planning a thousand tensors costs more than copying them."""
+
+    def __init__(self) -> None:
+        self._key: object = None
+        self._plan: Plan | None = None
+
+    def get(self, key: object, parts: Sequence[Part], make: Callable[[], Plan]) -> Plan:
+        """The plan for these parts; `make` is called when `key` (what else it depends on) or they have changed."""
+        key = (key, signature(parts))
+        if self._plan is not None and key == self._key:
+            renew(self._plan, parts)
+            return self._plan
+        plan = make()
+        self._key, self._plan = (key, plan) if reusable(plan) else (None, None)
+        return plan

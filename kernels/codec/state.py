@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import re
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -119,6 +120,7 @@ def parts_of(state: Any, rank: int, world_size: int, per_rank: Sequence[str] = (
     data-loader position) differ, and every rank writes its own as `name@rank`.
     """
     found = []
+    differs = re.compile("|".join(fnmatch.translate(pattern) for pattern in per_rank) or r"(?!)").match
     for name, value in flatten(state).items():
         if is_dtensor(value):
             box = shard_box(value)
@@ -126,8 +128,8 @@ def parts_of(state: Any, rank: int, world_size: int, per_rank: Sequence[str] = (
                 local = value.to_local()  # type: ignore[union-attr]
             if _writes_replica(name, value) and (local.numel() or not value.numel()):  # type: ignore[union-attr]
                 found.append(Part(name, local, box))
-        elif any(fnmatch.fnmatchcase(name, pattern) for pattern in per_rank):
+        elif differs(name):
             found.append(Part(f"{name}@{rank}", value))
-        elif zlib.crc32(name.encode()) % world_size == rank:
+        elif world_size == 1 or zlib.crc32(name.encode()) % world_size == rank:
             found.append(Part(name, value))
     return found

@@ -4,7 +4,7 @@ One program handles one row of blocks over a tile of columns, so that loads are 
 `fp8`, `integer` and `log8`, and the result is bit-equal to theirs. `usable` says when the codecs choose these
 kernels: for CUDA tensors. The `*_into` functions also run under Triton's interpreter (TRITON_INTERPRET=1 before
 the import). The interpreter truncates when it narrows fp32, and GPUs before sm_89 have no fp8 cast, so there
-the rounding is done in integer arithmetic.
+the rounding is done in integer arithmetic. 16x16 blocks that fill a tensor go to `triton_tiles` on sm_90.
 """
 
 # Triton has no types for its decorator or for what a kernel takes.
@@ -216,6 +216,11 @@ def encode_into(
 
     `bad_count` (int32 [1]) is increased by the number of blocks with a non-finite value. Nothing is synchronised.
     """
+    from costlab.kernels.codec import triton_tiles
+
+    if triton_tiles.serves(grid, triton_tiles.tile_of(x.dtype), x, codes, scales):
+        triton_tiles.encode_tiles(x, grid, codes, scales, bad_count, fmt)
+        return
     where, constants = _launch(grid)
     largest = 448.0 if fmt == "e4m3" else 127.0
     # Contracting the product into the rounding sum would skip one of the two roundings the codec is defined by.
@@ -227,6 +232,12 @@ def encode_into(
 
 def decode_into(codes: torch.Tensor, scales: torch.Tensor, grid: Grid, out: torch.Tensor, fmt: Format) -> None:
     """Decode into contiguous `out` [numel] of the original dtype, on the current stream."""
+    from costlab.kernels.codec import triton_tiles
+
+    columns = triton_tiles.DECODE_TILE[out.dtype.itemsize][0]
+    if fmt == "e4m3" and triton_tiles.serves(grid, columns, codes, scales, out):
+        triton_tiles.decode_tiles(codes, scales, grid, out)
+        return
     where, constants = _launch(grid)
     _decode_kernel[where](
         codes, scales, out, grid.rows, grid.cols, grid.numel,

@@ -1,6 +1,7 @@
 """Measure the checkpoint engine against DCP, safetensors and the machine's own ceilings, on one GPU.
 
     python tests/benchmarks/checkpoint_bench.py --out tests/benchmarks/results/checkpoint.json     about five minutes
+    python tests/benchmarks/checkpoint_bench.py --only disk,stall,dcp --trace-launch               what a save call does
     python tests/benchmarks/checkpoint_bench.py --tiny --out /tmp/checkpoint.json                  tries the script, CPU
 
 Every section runs by itself; one that fails leaves its error text in the results and the others go on. Stalls are
@@ -31,7 +32,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from costlab.kernels.codec import fp8, gds, triton_blocks
+from costlab.kernels.codec import device_load, fp8, gds, triton_blocks, triton_tiles
 from costlab.kernels.codec.blocks import grid_of
 from costlab.kernels.codec.checkpoint import Checkpoint
 from costlab.kernels.codec.crc import releases_gil
@@ -40,6 +41,7 @@ from costlab.kernels.codec.files import AtomicFile, aligned_buffer
 from costlab.kernels.codec.manifest import committed
 from costlab.kernels.codec.pipeline import AsyncCheckpointer, SaveReport
 from costlab.kernels.codec.safetensors_io import write_safetensors
+from costlab.kernels.codec.stage import SnapshotMode
 from costlab.kernels.codec.table import codec_table
 
 HERE = Path(__file__).resolve().parent
@@ -88,6 +90,8 @@ def section_checks(bench: Bench) -> None:
     for shape, block in shapes:
         for dtype in fp8.FLOATS:
             cases.check(shape, block, dtype, "cuda")
+    for shape, dtype in itertools.product(((16, 1024), (48, 3072), (4096, 4096)), fp8.FLOATS):
+        cases.check_tiles(shape, dtype, "cuda")
     cases.check_rounding("cuda")
     for dtype in (torch.float32, torch.bfloat16):
         cases.check_log8("cuda", dtype)
@@ -125,28 +129,43 @@ def section_codec(bench: Bench) -> None:
     bench.add("fp8_decode_of_copy", worst["decode"], "ratio", "target", 0.90, worst["decode"] / 0.90, repeats)
 
 
+_TILES = {
+    4: ((128, 1), (256, 2), (512, 4), (1024, 8), (256, 1), (512, 2), (1024, 4)),
+    2: ((256, 1), (512, 2), (1024, 4), (2048, 8), (512, 4), (1024, 8), (2048, 4)),
+}
+
+
 def section_tune(bench: Bench) -> None:
-    """Block counts and warps for the 16x16 kernels, to choose the constants in `triton_blocks._launch`."""
-    if bench.device.type != "cuda":
+    """Tiles of the 16x16 kernels, each checked against the committed one; the rest of the run uses the fastest."""
+    if bench.device.type != "cuda" or not triton_tiles.hopper(bench.device):
         return
-    real = triton_blocks._launch
+    side = 16384
     for dtype in (torch.float32, torch.bfloat16):
-        x = torch.randn(16384, 16384, device="cuda").to(dtype)
-        grid = grid_of((16384, 16384), (16, 16))
-        codes, scales, _ = fp8.encode(x)
-        out, count = torch.empty_like(x), torch.zeros(1, dtype=torch.int32, device="cuda")
-        moved = x.nbytes + codes.nbytes + scales.nbytes
-        encode = partial(triton_blocks.encode_into, x, grid, codes, scales, count, "e4m3")
-        decode = partial(triton_blocks.decode_into, codes, scales, grid, out, "e4m3")
-        for blocks, warps in itertools.product((2, 4, 8, 16, 32), (2, 4, 8)):
-            where = (grid.block_rows * (grid.cols // (16 * blocks)),)
-            chosen = where, {"H": 16, "W": 16, "N": blocks, "WIDE": False, "EVEN": True, "num_warps": warps}
-            triton_blocks._launch = lambda _grid, c=chosen: c  # type: ignore[misc]
-            try:
-                speeds = [moved / seconds(bench.device, work, 5, 3) / GB for work in (encode, decode)]
-            finally:
-                triton_blocks._launch = real
-            bench.add(f"tune {str(dtype)[6:]} {blocks} x {warps}, encode", speeds[0], "GB/s", "decode", speeds[1])
+        x = torch.randn(side, side, device="cuda").to(dtype)
+        grid = grid_of((side, side), (16, 16))
+        want, scales, _ = fp8.encode(x)
+        values = fp8.decode(want, scales, grid, dtype)
+        codes, out, count = torch.empty_like(want), torch.empty_like(values), torch.zeros(1, dtype=torch.int32).cuda()
+        moved, kind = x.nbytes + codes.nbytes + scales.nbytes, str(dtype)[6:]
+        found: dict[str, list[tuple[float, tuple[int, int]]]] = {"encode": [], "decode": []}
+        for tile in _TILES[dtype.itemsize]:
+            ways: dict[str, Callable[[], object]] = {
+                "encode": partial(triton_tiles.encode_tiles, x, grid, codes, scales, count, "e4m3", tile),
+                "decode": partial(triton_tiles.decode_tiles, codes, scales, grid, out, tile),
+            }
+            for name, work in ways.items():
+                try:
+                    speed = moved / seconds(bench.device, work, 7, 3)
+                except Exception as error:
+                    bench.add(f"tune {kind} {name} {tile[0]}x{tile[1]}", f"{type(error).__name__}"[:60], "")
+                    continue
+                right = torch.equal(codes, want) and (name == "encode" or torch.equal(out, values))
+                bench.add(f"tune {kind} {name} {tile[0]}x{tile[1]}", speed / GB, "GB/s" if right else "GB/s, WRONG")
+                if right:
+                    found[name].append((speed, tile))
+        for name, table in (("encode", triton_tiles.ENCODE_TILE), ("decode", triton_tiles.DECODE_TILE)):
+            table[dtype.itemsize] = max(found[name])[1]
+            bench.add(f"tune {kind} {name}: used below", "x".join(map(str, table[dtype.itemsize])), "")
 
 
 def section_disk(bench: Bench) -> None:
@@ -176,7 +195,7 @@ def section_stall(bench: Bench) -> None:
     """Stall and time to durable of exact and FP8 saves in a training loop."""
     load = Workload(bench)
     bench.add("state", load.nbytes() / 2**30, "GiB")
-    bench.add("step without a save", load.pace(3 if bench.tiny else 12) * 1e3, "ms", n=12)
+    bench.add("step without a save", load.pace(3 if bench.tiny else 16) * 1e3, "ms", n=16)
     for name in ("exact", "fp8"):
         root = bench.root / name
         with AsyncCheckpointer(root, name, gate_every=0) as checkpointer:
@@ -198,7 +217,20 @@ def section_stall(bench: Bench) -> None:
                     reports.append(report)
                 _keep_newest(root)
         _report_saves(bench, name, stalls, reports)
+        if bench.trace:
+            _trace(bench, name, reports[-1])
     _gate_cost(bench, load)
+
+
+def _trace(bench: Bench, name: str, report: SaveReport) -> None:
+    """Every part of one save on the host's clock, from the call."""
+    for part, took in report.launch_parts:
+        print(f"    {name} call: {part:<10} {took * 1e3:9.3f} ms")
+    for stage in dict.fromkeys(stage for stage, _, _ in report.timeline):
+        spans = [(start, end) for found, start, end in report.timeline if found == stage]
+        first, last, busy = min(spans)[0], max(end for _, end in spans), sum(end - start for start, end in spans)
+        text = f"{first * 1e3:.2f} .. {last * 1e3:.2f} ms, {len(spans)} spans, {busy * 1e3:.2f} ms in all"
+        bench.add(f"{name} trace {stage}", text, "")
 
 
 def _keep_newest(root: Path) -> None:
@@ -214,10 +246,14 @@ def _report_saves(bench: Bench, name: str, stalls: list[float], reports: list[Sa
     bench.add(f"{name} stall range", spread, "ms", n=len(stalls))
     best = min(reports, key=lambda r: r.durable_s)
     bench.add(f"{name} launch", statistics.median(r.launch_s for r in reports) * 1e3, "ms", n=len(reports))
+    for part in [part for part, _ in best.launch_parts]:
+        took = statistics.median(dict(r.launch_parts)[part] for r in reports)
+        bench.add(f"{name} launch, {part}", took * 1e3, "ms", n=len(reports))
     if best.device_s is not None:
         bench.add(f"{name} staged on the device", best.device_s * 1e3, "ms")
+        bench.add(f"{name} snapshot in device memory", best.snapshot_bytes / 2**30, "GiB")
     bench.add(f"{name} file", best.file_bytes / best.state_bytes, "of state", n=len(reports))
-    for stage in ("checksum", "write", "pack", "sync", "commit"):
+    for stage in ("stage", "copy", "checksum", "write", "pack", "sync", "commit"):
         bench.add(f"{name} {stage}", best.seconds(stage) * 1e3, "ms")
     durable = statistics.median(r.durable_s for r in reports)
     speed = best.file_bytes / durable
@@ -284,6 +320,7 @@ def _load_to_gpu(bench: Bench, checkpoint: Checkpoint, names: list[str], total: 
     bench.add("first load to the GPU (pins its buffers)", times[0] * 1e3, "ms")
     bench.add("load to the GPU, verified", total / ours / GB, "GB/s", "HtoD", ceiling / GB, total / ours / ceiling, 3)
     bench.add("load_of_htod", total / ours / ceiling, "ratio", "target", 0.9, total / ours / ceiling / 0.9, 3)
+    _load_parts(bench, checkpoint, state, total)
     equal = all(torch.equal(state[n].cpu(), checkpoint.tensor(n)) for n in names[:: max(1, len(names) // 40)])
     bench.add("loaded tensors equal the file", "yes" if equal else "NO", "", n=len(names[:: max(1, len(names) // 40)]))
     from safetensors.torch import load_file
@@ -300,12 +337,43 @@ def _load_to_gpu(bench: Bench, checkpoint: Checkpoint, names: list[str], total: 
     bench.add("load against safetensors", ours * 1e3, "ms", "safetensors", min(peers) * 1e3, min(peers) / ours, 2)
 
 
-def _timed_load(checkpoint: Checkpoint, state: dict[str, torch.Tensor]) -> float:
+def _load_parts(bench: Bench, checkpoint: Checkpoint, state: dict[str, torch.Tensor], total: int) -> None:
+    """The readers alone: how many, how much at a time, and what checking costs."""
+    jobs = [
+        device_load.Job(checkpoint.files[0], entry, state[name].view(-1).view(torch.uint8))
+        for name, entry in checkpoint.files[0].entries.items() if name in state and entry.length
+    ]  # fmt: skip
+    standard = device_load.PIECE
+    for threads, piece, verify in (
+        (16, 8, True),
+        (16, 8, False),
+        (8, 8, True),
+        (32, 8, True),
+        (16, 4, True),
+        (16, 16, True),
+    ):
+        device_load.PIECE = piece << 20
+        loader = device_load.DeviceLoader(bench.device, threads, verify)
+        try:
+            loader.load(jobs)
+            taken = [_timed(partial(loader.load, jobs)) for _ in range(3)]
+        finally:
+            loader.close()
+            device_load.PIECE = standard
+        checked = "checked" if verify else "not checked"
+        bench.add(f"readers {threads} x {piece} MiB, {checked}", total / statistics.median(taken) / GB, "GB/s", n=3)
+
+
+def _timed(work: Callable[[], object]) -> float:
     torch.cuda.synchronize()
     start = time.perf_counter()
-    checkpoint.load(state)
+    work()
     torch.cuda.synchronize()
     return time.perf_counter() - start
+
+
+def _timed_load(checkpoint: Checkpoint, state: dict[str, torch.Tensor]) -> float:
+    return _timed(lambda: checkpoint.load(state))
 
 
 def section_fp8_load(bench: Bench) -> None:
@@ -330,7 +398,9 @@ def section_torn(bench: Bench) -> None:
     for name, waits in (("exact", True), ("fp8", True), ("exact", False)):
         root = bench.root / f"torn-{name}-{waits}"
         checked = torn = 0
-        with AsyncCheckpointer(root, name, gate_every=0) as checkpointer:
+        # Without a copy on the device the time in which a careless loop tears the snapshot is longest.
+        mode: SnapshotMode = "auto" if waits else "stream"
+        with AsyncCheckpointer(root, name, gate_every=0, snapshot=mode) as checkpointer:
             checkpointer.warm_up(weights)
             for step in range(1, steps + 1):
                 if waits:
@@ -456,10 +526,10 @@ def section_gds(bench: Bench) -> None:
 
 
 SECTIONS: list[tuple[str, Callable[[Bench], None]]] = [
-    ("checks", section_checks), ("codec", section_codec), ("disk", section_disk), ("stall", section_stall),
-    ("load", section_load), ("fp8 load", section_fp8_load), ("torn", section_torn), ("special", section_special),
-    ("flip", section_flip), ("kill", section_kill), ("ranks", section_ranks), ("table", section_table),
-    ("gds", section_gds),
+    ("disk", section_disk), ("checks", section_checks), ("tune", section_tune), ("codec", section_codec),
+    ("stall", section_stall), ("dcp", section_dcp), ("load", section_load), ("fp8 load", section_fp8_load),
+    ("special", section_special), ("torn", section_torn), ("flip", section_flip), ("gds", section_gds),
+    ("table", section_table), ("ranks", section_ranks), ("kill", section_kill),
 ]  # fmt: skip
 
 
@@ -469,15 +539,14 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=HERE / "results" / "checkpoint.json")
     parser.add_argument("--root", type=Path, default=None, help="a directory on the disk to be measured")
     parser.add_argument("--tiny", action="store_true", help="small sizes on the CPU, to try the script")
-    parser.add_argument("--tune", action="store_true", help="also sweep the kernels' launch constants")
+    parser.add_argument("--tune", action="store_true", help="also sweep the kernels' tiles and use the fastest")
+    parser.add_argument("--trace-launch", action="store_true", help="what one save call does, and when")
     parser.add_argument("--only", default="", help="comma-separated sections")
     options = parser.parse_args()
     root = Path(tempfile.mkdtemp(prefix="checkpoint-bench-", dir=options.root))
-    bench = Bench(options.tiny, root, "python " + " ".join(sys.argv))
-    every = [*SECTIONS, ("dcp", section_dcp)]
-    chosen = [s for s in every if not options.only or s[0] in options.only.split(",")]
-    if options.tune:
-        chosen.insert(0, ("tune", section_tune))
+    bench = Bench(options.tiny, root, "python " + " ".join(sys.argv), trace=options.trace_launch)
+    only = options.only.split(",") if options.only else [name for name, _ in SECTIONS if name != "tune"]
+    chosen = [section for section in SECTIONS if section[0] in only or (section[0] == "tune" and options.tune)]
     try:
         for name, work in chosen:
             bench.section(name, work)

@@ -37,6 +37,7 @@ class Bench:
     tiny: bool
     root: Path
     command: str
+    trace: bool = False
     results: list[Result] = field(default_factory=list)
     facts: dict[str, float] = field(default_factory=dict)
 
@@ -143,7 +144,7 @@ class Workload:
 
 def stall_of(load: Workload, save: Callable[[], Callable[[], bool]], bench: Bench, least: int = 6) -> float:
     """Extra seconds of the steps from a save until it is done; the pace is measured on both sides."""
-    control = 2 if bench.tiny else 8
+    control = 2 if bench.tiny else 12
     before = load.pace(control)
     start = time.perf_counter()
     done, steps = save(), 0

@@ -17,7 +17,7 @@ from typing import Any
 from checkpoint_common import Bench, Workload, stall_of
 
 Save = Callable[[dict[str, Any], Path], Any]
-LIMIT_S = 120.0
+LIMIT_S = 90.0
 
 
 def _dcp_saves(bench: Bench) -> dict[str, Save]:

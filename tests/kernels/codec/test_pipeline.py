@@ -89,6 +89,32 @@ def test_deltas_build_on_the_last_save_and_keyframes_start_anew(tmp_path: Path) 
             checkpoint.tensor("model.0.weight")
 
 
+def test_a_plan_serves_until_the_state_is_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Numbers may change their length, tensors their values; a tensor that moved or changed shape is planned anew."""
+    plans: list[int] = []
+    real = pipeline.lay_out
+    monkeypatch.setattr(pipeline, "lay_out", lambda items: plans.append(1) or real(items))
+    big, small = torch.zeros(300, 400), torch.zeros(7)
+    states: list[dict[str, Any]] = []
+    for step in range(6):
+        states.append({"big": big, "small": small, "lr": 0.1 / 3**step, "step": 10**step, "text": "x" * (5 * step)})
+    states[3]["small"] = torch.zeros(8)
+    states[4]["text"] = "x" * 1000
+    with AsyncCheckpointer(tmp_path, slab_bytes=MIB) as checkpointer:
+        for step, state in enumerate(states):
+            big.fill_(step)
+            checkpointer.save(step, state)
+            checkpointer.wait()
+    assert len(plans) == 4
+    for directory, manifest in committed(tmp_path):
+        with Checkpoint.open(directory) as checkpoint:
+            checkpoint.verify()
+            want = states[manifest.step]
+            assert (checkpoint.tensor("big") == manifest.step).all()
+            assert checkpoint.tensor("small").shape == want["small"].shape
+            assert all(checkpoint.value(name) == want[name] for name in ("lr", "step", "text"))
+
+
 def test_changes_after_save_returns_do_not_reach_the_checkpoint(tmp_path: Path) -> None:
     parameters = {f"p{i}": torch.zeros(300, 400) for i in range(8)}
     with AsyncCheckpointer(tmp_path, slab_bytes=MIB) as checkpointer:

@@ -43,6 +43,9 @@ class FakeStream:
     def wait_stream(self, _other: object) -> None:
         pass
 
+    def wait_event(self, _event: object) -> None:
+        pass
+
     def synchronize(self) -> None:
         pass
 
@@ -59,6 +62,8 @@ def main() -> None:
     torch.cuda.Event, torch.cuda.Stream = FakeEvent, FakeStream  # type: ignore[misc, assignment]
     torch.cuda.stream = lambda _stream: contextlib.nullcontext()  # type: ignore[assignment, misc, return-value]
     torch.cuda.current_stream = lambda _device=None: FakeStream()  # type: ignore[assignment, return-value]
+    # Room for what comes after the large one, so that one save goes both ways.
+    stage.device_budget = lambda _device: 1 << 20
     stage.cuda_device = lambda _items: torch.device("cpu")
     plan._kernel_serves = lambda _tensor, choice: choice.codec in (Codec.FP8, Codec.INT8, Codec.LOG8)
 
@@ -69,15 +74,27 @@ def main() -> None:
     v = (torch.randn(50, 60, generator=generator) * 6 - 20).exp2()
     wrong = v.clone()
     wrong[1, 1] = -1.0
+    tiled = torch.randn(32, 1024, generator=generator)
+    tiled[17, 600] = float("nan")
     state = {
+        "t.weight": tiled, "o.t.exp_avg": torch.randn(16, 1024, generator=generator).bfloat16(),
+        "o.t.exp_avg_sq": (torch.randn(80, 64, generator=generator) * 6 - 20).exp2(), "odd": torch.arange(37).byte(),
+        "transposed": torch.randn(40, 30, generator=generator).T, "lr": 1e-4,
         "w.weight": w, "thin.weight": thin, "norm.weight": torch.randn(90, generator=generator),
         "o.w.exp_avg": torch.randn(70, 90, generator=generator).bfloat16(), "o.w.exp_avg_sq": v,
         "o.x.exp_avg_sq": wrong, "step": 7, "big": torch.arange(700_000), "zero": torch.zeros(33, 40),
     }  # fmt: skip
-    for name in ("fp8", "int8"):
+    for name, snapshot in (("fp8", "device"), ("int8", "device"), ("fp8", "stream"), ("fp8", "auto")):
         root = Path(tempfile.mkdtemp())
-        with pipeline.AsyncCheckpointer(root, name, slab_bytes=1 << 20, gate_every=0) as checkpointer:
+        with pipeline.AsyncCheckpointer(
+            root,
+            name,
+            slab_bytes=1 << 20,
+            gate_every=0,
+            snapshot=snapshot,  # type: ignore[arg-type]
+        ) as checkpointer:
             for step in range(2):
+                state |= {"lr": 1e-4 * 0.3**step, "step": 7 + 995 * step}
                 report = checkpointer.save(step, state).result()
                 assert report is not None and report.device_s == 0.001
                 with Checkpoint.open(latest(root)) as checkpoint:  # type: ignore[arg-type]
@@ -94,6 +111,7 @@ def main() -> None:
                     layouts = {n: places[0][1].layout for n, places in checkpoint.places.items()}
                     assert layouts["thin.weight"] is (Layout.BITMAP if step else Layout.DENSE)
                     assert layouts["zero"] is (Layout.CSR16 if step else Layout.DENSE)
+                    assert checkpoint.places["t.weight"][0][1].patch_count == 1
                     assert checkpoint.places["w.weight"][0][1].patch_count == 2
                     assert checkpoint.places["o.x.exp_avg_sq"][0][1].patch_count == 1
 

@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 
-from costlab.kernels.codec import fp8, integer, log8, triton_blocks
+from costlab.kernels.codec import fp8, integer, log8, triton_blocks, triton_tiles
 from costlab.kernels.codec.blocks import grid_of
 from costlab.kernels.codec.rounding import e4m3_encode_reference
 
@@ -41,6 +41,30 @@ def check(shape: tuple[int, ...], block: tuple[int, int], dtype: torch.dtype, de
         decoded = fp8.decode_torch if fmt == "e4m3" else integer.decode_torch
         want = decoded(codes if fmt == "e4m3" else codes.view(torch.int8), scales, grid, dtype)
         assert torch.equal(out.cpu(), want), (shape, block, dtype, fmt)
+
+
+def check_tiles(shape: tuple[int, int], dtype: torch.dtype, device: str) -> None:
+    """The 16x16 tiles, whole rows of them, against torch; blocks with NaN and infinities of both signs, and zeros."""
+    x = (torch.randn(shape, generator=torch.Generator().manual_seed(0)) * 3).to(dtype)
+    x[0, 0], x[5, 40], x[15, -1], x[-16:, 64:80] = float("nan"), float("inf"), float("-inf"), 0
+    x[:, 16:32] = torch.tensor([-1e-9, 1e-9, -448.0, -0.0], dtype=dtype).repeat(shape[0], 4)
+    grid = grid_of(shape, (16, 16))
+    assert triton_tiles.even(grid, triton_tiles.tile_of(dtype))
+    for fmt in ("e4m3", "int8"):
+        want, scales, bad = fp8.encode_torch(x) if fmt == "e4m3" else integer.encode_torch(x, (16, 16), 127)
+        got = torch.full((grid.numel,), 77, dtype=torch.uint8, device=device)
+        got_scales = torch.full((grid.blocks,), 7.0, device=device)
+        count = torch.zeros(1, dtype=torch.int32, device=device)
+        triton_tiles.encode_tiles(x.to(device), grid, got, got_scales, count, fmt)
+        assert torch.equal(got.cpu(), want.view(torch.uint8)), (shape, dtype, fmt)
+        assert torch.equal(got_scales.cpu(), scales) and int(count) == int(bad.sum()) == 3
+        if device == "cuda" and fmt == "e4m3":
+            # Every code, also those the encoder never writes.
+            got[:256] = torch.arange(256, dtype=torch.uint8, device=device)
+            out = torch.zeros(grid.numel, dtype=dtype, device=device)
+            triton_tiles.decode_tiles(got, got_scales, grid, out)
+            decoded = fp8.decode_torch(got.cpu(), got_scales.cpu(), grid, dtype)
+            assert torch.equal(out.cpu().nan_to_num(-3.0), decoded.nan_to_num(-3.0)), (shape, dtype)
 
 
 def check_rounding(device: str) -> None:
@@ -80,6 +104,8 @@ def main() -> None:
     for shape, block in SMALL:
         for dtype in fp8.FLOATS:
             check(shape, block, dtype, "cpu")
+    for dtype in fp8.FLOATS:
+        check_tiles((32, 1024), dtype, "cpu")
     check_rounding("cpu")
     for dtype in (torch.float32, torch.bfloat16):
         check_log8("cpu", dtype)
@@ -99,6 +125,14 @@ def test_interpreted_kernels_equal_torch() -> None:
 @pytest.mark.parametrize(("shape", "block"), [*SMALL, ((1024, 4096), (16, 16)), ((1000, 1000), (128, 128))])
 def test_gpu_kernels_equal_torch(shape: tuple[int, ...], block: tuple[int, int], dtype: torch.dtype) -> None:
     check(shape, block, dtype, "cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.parametrize("dtype", fp8.FLOATS)
+@pytest.mark.parametrize("shape", [(16, 1024), (48, 3072), (4096, 4096)])
+def test_gpu_tiles_equal_torch(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    check_tiles(shape, dtype, "cuda")
 
 
 @pytest.mark.gpu
