@@ -24,10 +24,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.library import triton_op
 
 from costlab.kernels.fused.column_sum import column_sum
 from costlab.kernels.fused.launch import INTERPRETED, Tile, cdiv, jit, power_of_2, programs, tl, usable, wrap_triton
+from costlab.kernels.fused.op import fused_op
 
 MAX_CHANNELS = 4096
 TILES = {
@@ -177,7 +177,7 @@ def _fits(x: Tensor, *others: Tensor) -> bool:
     return usable(x, *others) and channels_last(x) and 0 < x.shape[1] <= MAX_CHANNELS and x.numel() > x.shape[1]
 
 
-@triton_op("costlab::batch_norm_relu", mutates_args=())
+@fused_op("costlab::batch_norm_relu")
 def _batch_norm_relu(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """y, mean, rstd, unbiased variance."""
     if not _fits(x, weight, bias):
@@ -188,7 +188,7 @@ def _batch_norm_relu(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tup
     rows = x.numel() // cols
     block = power_of_2(cols)
     tile = TILES["statistics"]
-    r, stages = tile.buffered(block, x)
+    r, stages = tile.buffered(block, x.device, x.element_size())
     count = programs(x.device, tile.per_sm, cdiv(rows, r))
     partial = torch.empty((count, 2 * cols), dtype=torch.float32, device=x.device)
     wrap_triton(_statistics_kernel)[(count,)](x, partial, rows, cols, R=r, B=block, STAGES=stages, num_warps=tile.warps)
@@ -204,7 +204,7 @@ def _batch_norm_relu(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tup
     return y, mean, rstd, var
 
 
-@triton_op("costlab::batch_norm_relu_backward", mutates_args=())
+@fused_op("costlab::batch_norm_relu_backward")
 def _batch_norm_relu_backward(
     dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, rstd: Tensor
 ) -> tuple[Tensor, Tensor]:
@@ -215,7 +215,7 @@ def _batch_norm_relu_backward(
     rows = x.numel() // cols
     block = power_of_2(cols)
     tile = TILES["sums"]
-    r, stages = tile.buffered(block, x, dy)
+    r, stages = tile.buffered(block, x.device, x.element_size() + dy.element_size())
     count = programs(x.device, tile.per_sm, cdiv(rows, r))
     partial = torch.empty((count, 2 * cols), dtype=torch.float32, device=x.device)
     wrap_triton(_sums_kernel)[(count,)](

@@ -29,7 +29,7 @@ def _column_sum_kernel(partial_ptr, out_ptr, rows, cols, R: tl.constexpr, B: tl.
 def column_sum(partial: Tensor, dtype: torch.dtype) -> Tensor:
     """Sum of contiguous fp32 [rows, columns] over rows, in `dtype`. Called inside an op that runs its Triton path."""
     rows, cols = partial.shape
-    out = torch.empty(cols, dtype=dtype, device=partial.device)
+    out = partial.new_empty(cols, dtype=dtype)
     r = 16 if INTERPRETED else _ROWS
     wrap_triton(_column_sum_kernel)[(cdiv(cols, _COLUMNS),)](partial, out, rows, cols, R=r, B=_COLUMNS, num_warps=4)
     return out

@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.library import triton_op
 
 from costlab.kernels.fused import layer_norm as ln
 from costlab.kernels.fused.column_sum import column_sum
@@ -38,6 +37,7 @@ from costlab.kernels.fused.launch import (
     wrap_triton,
 )
 from costlab.kernels.fused.norm_kernels import launch_backward, launch_forward
+from costlab.kernels.fused.op import fused_op
 
 TILES = {"gelu": Tile(elements=4096, warps=4), "gelu_backward": Tile(elements=4096, warps=4, per_sm=4)}
 _FORMS = {"none": 1, "tanh": 2}
@@ -128,7 +128,7 @@ def _gelu_backward(dh: Tensor, u: Tensor, bias: Tensor, act: int) -> tuple[Tenso
     return du, column_sum(partial, bias.dtype)
 
 
-@triton_op("costlab::ffn_layer_norm", mutates_args=())
+@fused_op("costlab::ffn_layer_norm")
 def _ffn_layer_norm(
     x: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor, weight: Tensor, bias: Tensor, eps: float, act: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -145,7 +145,7 @@ def _ffn_layer_norm(
     return y, u, h, s, mean, rstd
 
 
-@triton_op("costlab::ffn_layer_norm_backward", mutates_args=())
+@fused_op("costlab::ffn_layer_norm_backward")
 def _ffn_layer_norm_backward(
     dy: Tensor, x: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, weight: Tensor, u: Tensor, h: Tensor, s: Tensor,
     mean: Tensor, rstd: Tensor, act: int,

@@ -6,12 +6,12 @@
 
 Shapes: gate, up [..., n], weight [m, n], out [..., m]. Dtypes: fp32, bf16, fp16; gate and up share one. Numerics: the
 activation and its derivative in fp32, one rounding per output; tanh(z) is computed as 2 sigmoid(2z) - 1. Only gate and
-up are saved: act(gate) is recomputed in the backward, and `gated_linear` also recomputes y there, in the pass that
-computes the gradients of gate and up, instead of keeping it for the weight's gradient. Rows may be strided (two halves
+up are saved: act(gate) is recomputed in the backward, and `gated_linear` also recomputes y there, for the weight's
+gradient, before the gradient of y is computed: at most two tensors of gate's size exist beside gate and up. Rows may be strided (two halves
 of one projection), columns that are strided are copied. CPU tensors (outside Triton's interpreter) and other dtypes
 take the eager reference.
 
-Traffic: forward reads 2 and writes 1 tensor, backward reads 3 and writes 2 (3 with y).
+Traffic: forward reads 2 and writes 1 tensor, backward reads 3 and writes 2 (and the forward's once more with y).
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.library import triton_op
 
 from costlab.kernels.fused.launch import Tile, autocast, cdiv, jit, power_of_2, tl, usable, wrap_triton
+from costlab.kernels.fused.op import fused_op
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
 TILES = {"forward": Tile(elements=2048, warps=8), "backward": Tile(elements=4096, warps=8)}
@@ -80,20 +80,22 @@ def _gated_forward_kernel(  # type: ignore[no-untyped-def]
 
 @jit
 def _gated_backward_kernel(  # type: ignore[no-untyped-def]
-    dy_ptr, gate_ptr, up_ptr, dgate_ptr, dup_ptr, y_ptr, rows, cols, gate_stride, up_stride,
-    R: tl.constexpr, B: tl.constexpr, ACT: tl.constexpr, KEEP: tl.constexpr,
+    dy_ptr, gate_ptr, up_ptr, dgate_ptr, dup_ptr, rows, cols, gate_stride, up_stride,
+    R: tl.constexpr, B: tl.constexpr, ACT: tl.constexpr, REUSE: tl.constexpr,
 ):  # fmt: skip
+    """With REUSE, dup_ptr holds dy and is overwritten by the gradient of up."""
     row, col = _tile(cols, R, B)
     mask = (row < rows) & (col < cols)
     at = row * cols + col
-    dy = tl.load(dy_ptr + at, mask=mask, other=0.0).to(tl.float32)
+    if REUSE:
+        dy = tl.load(dup_ptr + at, mask=mask, other=0.0).to(tl.float32)
+    else:
+        dy = tl.load(dy_ptr + at, mask=mask, other=0.0).to(tl.float32)
     gate = tl.load(gate_ptr + row * gate_stride + col, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(up_ptr + row * up_stride + col, mask=mask, other=0.0).to(tl.float32)
     value, slope = activate(gate, ACT)
     tl.store(dgate_ptr + at, (dy * up * slope).to(dgate_ptr.dtype.element_ty), mask=mask)
     tl.store(dup_ptr + at, (dy * value).to(dup_ptr.dtype.element_ty), mask=mask)
-    if KEEP:
-        tl.store(y_ptr + at, (value * up).to(y_ptr.dtype.element_ty), mask=mask)
 
 
 def _shape(tile: Tile, rows: int, cols: int) -> tuple[tuple[int], dict[str, int]]:
@@ -112,16 +114,17 @@ def _forward(gate: Tensor, up: Tensor, act: int) -> Tensor:
     return y
 
 
-def _backward(dy: Tensor, gate: Tensor, up: Tensor, act: int, keep: bool) -> tuple[Tensor, Tensor, Tensor]:
+def _backward(dy: Tensor, gate: Tensor, up: Tensor, act: int, reuse: bool) -> tuple[Tensor, Tensor]:
+    """Gradients of gate and up; with `reuse` the latter is put where dy was."""
     rows, cols = gate.shape
     dgate = torch.empty((rows, cols), dtype=gate.dtype, device=gate.device)
-    dup = torch.empty_like(dgate)
-    y = torch.empty_like(dgate) if keep else dgate.new_empty(0)
+    dup = dy if reuse else torch.empty_like(dgate)
     grid, constants = _shape(TILES["backward"], rows, cols)
     wrap_triton(_gated_backward_kernel)[grid](
-        dy, gate, up, dgate, dup, y, rows, cols, gate.stride(0), up.stride(0), ACT=act, KEEP=keep, **constants
+        gate if reuse else dy, gate, up, dgate, dup, rows, cols, gate.stride(0), up.stride(0),
+        ACT=act, REUSE=reuse, **constants,
     )  # fmt: skip
-    return dgate, dup, y
+    return dgate, dup
 
 
 def _fits(gate: Tensor, *others: Tensor) -> bool:
@@ -139,37 +142,40 @@ def _reference_gradients(dy: Tensor, gate: Tensor, up: Tensor, act: int) -> tupl
     return (dy * up.to(wide) * slope).to(gate.dtype), (dy * activation(name, x)).to(up.dtype)
 
 
-@triton_op("costlab::gated", mutates_args=())
+@fused_op("costlab::gated")
 def _gated(gate: Tensor, up: Tensor, act: int) -> Tensor:
     if not _fits(gate, up):
         return gated_reference(gate, up, ACTIVATIONS[act])
     return _forward(gate, up, act)
 
 
-@triton_op("costlab::gated_backward", mutates_args=())
+@fused_op("costlab::gated_backward")
 def _gated_backward(dy: Tensor, gate: Tensor, up: Tensor, act: int) -> tuple[Tensor, Tensor]:
     if not _fits(gate, up, dy):
         return _reference_gradients(dy, gate, up, act)
-    return _backward(dy, gate, up, act, keep=False)[:2]
+    return _backward(dy, gate, up, act, reuse=False)
 
 
-@triton_op("costlab::gated_linear", mutates_args=())
+@fused_op("costlab::gated_linear")
 def _gated_linear(gate: Tensor, up: Tensor, weight: Tensor, act: int) -> Tensor:
     y = _forward(gate, up, act) if _fits(gate, up) else gated_reference(gate, up, ACTIVATIONS[act])
     return y @ weight.t()
 
 
-@triton_op("costlab::gated_linear_backward", mutates_args=())
+@fused_op("costlab::gated_linear_backward")
 def _gated_linear_backward(
     dout: Tensor, gate: Tensor, up: Tensor, weight: Tensor, act: int
 ) -> tuple[Tensor, Tensor, Tensor]:
+    # The weight's gradient first: y is gone before dy is there, and the gradient of up takes dy's place.
+    y = _forward(gate, up, act) if _fits(gate, up) else gated_reference(gate, up, ACTIVATIONS[act])
+    dweight = dout.t() @ y
+    del y
     dy = dout @ weight
     if _fits(gate, up, dy):
-        dgate, dup, y = _backward(dy, gate, up, act, keep=True)
+        dgate, dup = _backward(dy, gate, up, act, reuse=True)
     else:
         dgate, dup = _reference_gradients(dy, gate, up, act)
-        y = gated_reference(gate, up, ACTIVATIONS[act])
-    return dgate, dup, dout.t() @ y
+    return dgate, dup, dweight
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  # noqa: ARG001

@@ -8,14 +8,16 @@ runs on a CPU.
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from costlab.kernels.fused.quick import Quick
 
 __all__ = [
     "FLOATS",
@@ -26,6 +28,7 @@ __all__ = [
     "autocast",
     "cdiv",
     "direct_launch",
+    "is_direct",
     "jit",
     "power_of_2",
     "programs",
@@ -47,6 +50,13 @@ except ImportError:  # a platform without Triton wheels: `usable` stays false an
         return fn
 
 
+class _Launching(threading.local):
+    """Per thread, since the backward runs in a thread of autograd's own."""
+
+    direct = False
+
+
+_launching = _Launching()
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 MAX_COLUMNS = 16384
@@ -67,12 +77,14 @@ class Tile:
         """Rows of `columns` values (a power of two) that make one tile; at least one, at most 64."""
         return max(1, min(64, self.elements // columns))
 
-    def buffered(self, columns: int, *tensors: Tensor) -> tuple[int, int]:
-        """Rows a tile and pipeline stages, cut until the stages of one tile of each tensor fit in shared memory."""
+    def buffered(self, columns: int, device: torch.device, size: int) -> tuple[int, int]:
+        """Rows a tile and pipeline stages, cut until the stages of a tile fit in shared memory at `size` bytes a value.
+
+        `size` is the sum over the tensors that are read.
+        """
         rows, stages = self.rows(columns), self.stages
-        itemsize = sum(t.element_size() for t in tensors)
-        most = _shared_bytes(tensors[0].device)
-        while stages > 1 and rows * columns * itemsize * stages > most:
+        most = _shared_bytes(device)
+        while stages > 1 and rows * columns * size * stages > most:
             rows, stages = (rows // 2, stages) if rows > 1 else (rows, stages - 1)
         return rows, stages
 
@@ -90,11 +102,18 @@ def usable(*tensors: Tensor) -> bool:
 
 
 def wrap_triton(kernel: Any) -> Any:
-    """The kernel in the form `torch.library.triton_op` can trace; the interpreter's functions stay as they are.
+    """The kernel in the form that suits: for tracing, for an eager launch, or as it is for the interpreter.
 
     Named like torch's own because torch looks for calls of that name, to put the kernels' source in its cache keys.
     """
-    return kernel if INTERPRETED else torch.library.wrap_triton(kernel)
+    if INTERPRETED:
+        return kernel
+    return _quick(kernel) if _launching.direct else torch.library.wrap_triton(kernel)
+
+
+@cache
+def _quick(kernel: Any) -> Quick:
+    return Quick(kernel)
 
 
 @cache
@@ -102,16 +121,17 @@ def _multiprocessors(index: int) -> int:
     return torch.cuda.get_device_properties(index).multi_processor_count
 
 
-def direct_launch() -> AbstractContextManager[None]:
-    """Launch at once inside the block, as opaque ops may, not through torch's tracing (about 1 ms a launch).
+class direct_launch:
+    """Launch at once inside the block, as opaque ops may, not through torch's tracing (about 1 ms a launch)."""
 
-    Uses the private switch of torch 2.11 to 2.13; on a torch without it launches are slower, not wrong.
-    """
-    try:
-        from torch._library.triton import set_wrap_triton_enabled
-    except ImportError:
-        return nullcontext()
-    return set_wrap_triton_enabled(False)
+    __slots__ = ("before",)
+
+    def __enter__(self) -> None:
+        self.before = _launching.direct
+        _launching.direct = True
+
+    def __exit__(self, *_: object) -> None:
+        _launching.direct = self.before
 
 
 def programs(device: torch.device, per_sm: int, tiles: int) -> int:
@@ -147,6 +167,8 @@ def power_of_2(n: int) -> int:
 
 def as_rows(x: Tensor) -> Tensor:
     """[..., n] -> contiguous [rows, n]; copies only what is strided."""
+    if x.dim() == 2 and x.is_contiguous():
+        return x
     return x.reshape(-1, x.shape[-1]).contiguous()
 
 
@@ -157,3 +179,8 @@ def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
         return tensors
     dtype = torch.get_autocast_dtype(kind)
     return tuple(t.to(dtype) for t in tensors)
+
+
+def is_direct() -> bool:
+    """Whether this thread is inside `direct_launch`."""
+    return _launching.direct

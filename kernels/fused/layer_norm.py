@@ -17,10 +17,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.library import triton_op
 
 from costlab.kernels.fused.launch import MAX_COLUMNS, as_rows, usable
 from costlab.kernels.fused.norm_kernels import launch_backward, launch_forward
+from costlab.kernels.fused.op import fused_op
 
 
 def _wide(x: Tensor) -> Tensor:
@@ -67,7 +67,7 @@ def reference_backward(
     return dh.to(h.dtype), torch.stack(((wide * xhat).sum(0), wide.sum(0))).to(weight.dtype)
 
 
-@triton_op("costlab::layer_norm", mutates_args=())
+@fused_op("costlab::layer_norm")
 def _layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     if not fits(x, weight, bias):
         return layer_norm_reference(x, weight, bias, eps), *reference_statistics(x, eps)
@@ -75,7 +75,7 @@ def _layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Te
     return y, mean, rstd
 
 
-@triton_op("costlab::add_layer_norm", mutates_args=())
+@fused_op("costlab::add_layer_norm")
 def _add_layer_norm(
     x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -85,7 +85,7 @@ def _add_layer_norm(
     return launch_forward(x, residual, weight, bias, eps, center=True)
 
 
-@triton_op("costlab::layer_norm_backward", mutates_args=())
+@fused_op("costlab::layer_norm_backward")
 def _layer_norm_backward(
     dy: Tensor, dh_out: Tensor | None, h: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor
 ) -> tuple[Tensor, Tensor]:
@@ -118,7 +118,10 @@ def _add_backward(ctx: Any, dy: Tensor | None, dh_out: Tensor | None, *_statisti
     dy = torch.zeros_like(h) if dy is None else dy.contiguous()
     dh_out = None if dh_out is None else dh_out.contiguous()
     dh, sums = _layer_norm_backward(dy, dh_out, h, weight, mean, rstd)
-    return dh.to(ctx.dtypes[0]), dh.to(ctx.dtypes[1]), sums[0], sums[1], None
+    of_x, of_residual = ctx.dtypes
+    if of_x == of_residual:
+        return dh, dh, sums[0], sums[1], None
+    return dh.to(of_x), dh.to(of_residual), sums[0], sums[1], None
 
 
 _layer_norm.register_autograd(_backward, setup_context=_save)
@@ -138,5 +141,6 @@ def add_layer_norm(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, ep
     """
     if x.shape != residual.shape:
         raise ValueError(f"x and residual differ in shape: {tuple(x.shape)} and {tuple(residual.shape)}")
-    y, h, *_ = _add_layer_norm(as_rows(x), as_rows(residual), weight.contiguous(), bias.contiguous(), eps)
-    return y.view(x.shape), h.view(x.shape)
+    rows = as_rows(x)
+    y, h, *_ = _add_layer_norm(rows, as_rows(residual), weight.contiguous(), bias.contiguous(), eps)
+    return (y, h) if rows is x else (y.view(x.shape), h.view(x.shape))

@@ -18,22 +18,35 @@ factor is applied after the products and the weight gradient is added in fp32, b
 gradients to zero. A target outside the vocabulary that is not `ignore_index` gives a NaN loss; no valid target gives
 NaN for "mean", as in eager, with zero gradients.
 
-Extra memory at the peak: the two gradients, and a logits buffer of at most 80 MiB or 1024 rows. A custom op, not a
+Extra memory at the peak: the weight's gradient, and a first chunk's logits of at most 118 MiB or 1024 rows; later
+chunks are shorter by what the gradient of x takes meanwhile, so that it adds nothing. A custom op, not a
 traced one: functionalising the in-place accumulation would make a copy of the weight gradient for every chunk. CPU
 tensors (outside Triton's interpreter) and fp64 run the same scheme with the softmax computed eagerly.
 """
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from costlab.kernels.fused.launch import Tile, autocast, cdiv, jit, power_of_2, programs, tl, usable
+from costlab.kernels.fused.launch import (
+    Tile,
+    autocast,
+    cdiv,
+    direct_launch,
+    jit,
+    power_of_2,
+    programs,
+    tl,
+    usable,
+    wrap_triton,
+)
 
-BUFFER_BYTES = 80 << 20
+BUFFER_BYTES = 118 << 20
 MIN_CHUNK = 1024
 TILES = {
     "softmax": Tile(elements=8192, warps=8),
@@ -60,7 +73,7 @@ def linear_cross_entropy_reference(
 @jit
 def _softmax_kernel(  # type: ignore[no-untyped-def]
     logits_ptr, targets_ptr, losses_ptr, scale_ptr, cols, ignore_index, z_weight, B: tl.constexpr, GRAD: tl.constexpr,
-    STAGES: tl.constexpr,
+    STAGES: tl.constexpr, ONE: tl.constexpr,
 ):  # fmt: skip
     # From the last row back: the product before and the ones after go forward, so more of the rows are in the L2 cache.
     row = tl.num_programs(0) - 1 - tl.program_id(0)
@@ -77,24 +90,36 @@ def _softmax_kernel(  # type: ignore[no-untyped-def]
         chosen = tl.load(base + target, mask=known, other=float("nan")).to(tl.float32)
         top = -3.0e38
         total = 0.0
-        for first in tl.range(0, cols, B, num_stages=STAGES):
-            col = first + tl.arange(0, B)
-            logits = tl.load(base + col, mask=col < cols, other=float("-inf")).to(tl.float32) * 1.4426950408889634
-            higher = tl.maximum(top, tl.max(logits, axis=0))
-            total = total * tl.exp2(top - higher) + tl.sum(tl.exp2(logits - higher), axis=0)
-            top = higher
+        whole = tl.arange(0, B)
+        if ONE:  # the row is in registers: it is read once
+            row_logits = tl.load(base + whole, mask=whole < cols, other=float("-inf"))
+            scaled = row_logits.to(tl.float32) * 1.4426950408889634
+            top = tl.maximum(top, tl.max(scaled, axis=0))
+            total = tl.sum(tl.exp2(scaled - top), axis=0)
+        else:
+            for first in tl.range(0, cols, B, num_stages=STAGES):
+                col = first + whole
+                logits = tl.load(base + col, mask=col < cols, other=float("-inf")).to(tl.float32) * 1.4426950408889634
+                higher = tl.maximum(top, tl.max(logits, axis=0))
+                total = total * tl.exp2(top - higher) + tl.sum(tl.exp2(logits - higher), axis=0)
+                top = higher
         lse = top * 0.6931471805599453 + tl.log(total)
         tl.store(losses_ptr + row, lse - chosen + z_weight * lse * lse)
         if GRAD:
             scale = tl.load(scale_ptr)
             factor = (1.0 + 2.0 * z_weight * lse) * scale / total
             tl.debug_barrier()  # every warp has read the target's logit before one of them overwrites it
-            for first in tl.range(0, cols, B, num_stages=STAGES):
-                col = first + tl.arange(0, B)
-                logits = tl.load(base + col, mask=col < cols, other=0.0).to(tl.float32)
-                gradient = tl.exp2(logits * 1.4426950408889634 - top) * factor
-                gradient = tl.where(col == target, gradient - scale, gradient)
-                tl.store(base + col, gradient.to(logits_ptr.dtype.element_ty), mask=col < cols)
+            if ONE:
+                gradient = tl.exp2(row_logits.to(tl.float32) * 1.4426950408889634 - top) * factor
+                gradient = tl.where(whole == target, gradient - scale, gradient)
+                tl.store(base + whole, gradient.to(logits_ptr.dtype.element_ty), mask=whole < cols)
+            else:
+                for first in tl.range(0, cols, B, num_stages=STAGES):
+                    col = first + whole
+                    logits = tl.load(base + col, mask=col < cols, other=0.0).to(tl.float32)
+                    gradient = tl.exp2(logits * 1.4426950408889634 - top) * factor
+                    gradient = tl.where(col == target, gradient - scale, gradient)
+                    tl.store(base + col, gradient.to(logits_ptr.dtype.element_ty), mask=col < cols)
 
 
 @jit
@@ -116,10 +141,11 @@ def _softmax_step(
     rows, cols = logits.shape
     tile = TILES["softmax"]
     block = min(power_of_2(cols), tile.elements)
-    _softmax_kernel[(rows,)](
-        logits, targets, losses, scale, cols, ignore_index, z_weight,
-        B=block, GRAD=grad, STAGES=tile.stages, num_warps=tile.warps,
-    )  # fmt: skip
+    with direct_launch():
+        wrap_triton(_softmax_kernel)[(rows,)](
+            logits, targets, losses, scale, cols, ignore_index, z_weight,
+            B=block, GRAD=grad, STAGES=tile.stages, ONE=block >= cols, num_warps=tile.warps,
+        )  # fmt: skip
     return None
 
 
@@ -140,10 +166,37 @@ def _softmax_step_eager(
 
 
 def chunk_rows(tokens: int, vocab: int, itemsize: int) -> int:
-    """Tokens a chunk: equal chunks, a multiple of 128, within `BUFFER_BYTES` of logits but at least `MIN_CHUNK`."""
+    """Tokens of the first chunk: a multiple of 128 whose logits and gradient of x fit `BUFFER_BYTES`, at least 1024."""
     most = max(MIN_CHUNK, BUFFER_BYTES // (vocab * itemsize) // 128 * 128)
-    chunks = cdiv(max(tokens, 1), most)
-    return min(most, cdiv(cdiv(max(tokens, 1), chunks), 128) * 128)
+    return min(most, cdiv(max(tokens, 1), 128) * 128)
+
+
+@lru_cache(maxsize=256)
+def chunks(tokens: int, vocab: int, width: int, first: int) -> tuple[int, ...]:
+    """Tokens of each chunk: at most `first`, then fewer, as the gradient of x grows into what the first one took.
+
+    The products are quicker the taller the chunk: the weight's gradient is read and written once a chunk, and the
+    gradient of x has few tiles. So chunks are as few as `first` allows, and then as even as that number allows.
+    """
+    sizes = _chunks(tokens, vocab, width, first, 128)
+    for less in range(first - 32, MIN_CHUNK - 1, -32):
+        even = _chunks(tokens, vocab, width, less, 32)
+        if len(even) > len(sizes):
+            break
+        sizes = even
+    return tuple(sizes)
+
+
+def _chunks(tokens: int, vocab: int, width: int, first: int, multiple: int) -> list[int]:
+    """Chunks of which none but the last is shorter than `MIN_CHUNK` (or `first`)."""
+    least = min(MIN_CHUNK, first)
+    sizes: list[int] = []
+    done = 0
+    while done < tokens:
+        fits = (first * (vocab + width) - done * width) // (vocab + width) // multiple * multiple
+        sizes.append(min(tokens - done, first, max(least, fits)))
+        done += sizes[-1]
+    return sizes
 
 
 @torch.library.custom_op("costlab::linear_cross_entropy", mutates_args=())
@@ -166,25 +219,23 @@ def _linear_cross_entropy(
     share = one / (targets != ignore_index).sum() if mean else one
     scale = one if deferred else share
     losses = torch.empty(tokens, dtype=loss_dtype, device=x.device)
-    dx = torch.empty_like(x) if need_dx else x.new_empty(0)
     accumulated = torch.float32 if deferred else weight.dtype
     dweight = torch.zeros(weight.shape if need_dweight and tokens == 0 else (0,), dtype=accumulated, device=x.device)
     if need_dweight and tokens:
         dweight = torch.empty(weight.shape, dtype=accumulated, device=x.device)
-    buffer = x.new_empty((min(rows, tokens), vocab))
+    sizes = list(chunks(tokens, vocab, x.shape[1], rows))
+    parts: list[Tensor] = []
     with torch.autocast(x.device.type, enabled=False):
-        for first in range(0, tokens, rows):
-            part = x[first : first + rows]
-            logits = buffer[: part.shape[0]]
-            torch.mm(part, weight.t(), out=logits)
-            _softmax_step(
-                logits, targets[first : first + rows], losses[first : first + rows], scale, ignore_index, z_weight,
-                need_dx or need_dweight,
-            )  # fmt: skip
+        cut = (t.split(sizes) if sizes else () for t in (x, targets, losses))
+        for i, (part, target, loss) in enumerate(zip(*cut, strict=True)):
+            logits = part @ weight.t()
+            _softmax_step(logits, target, loss, scale, ignore_index, z_weight, need_dx or need_dweight)
             if need_dx:
-                torch.mm(logits, weight, out=dx[first : first + rows])
+                parts.append(logits @ weight)
             if need_dweight:
-                _accumulate(dweight, logits, part, first == 0)
+                _accumulate(dweight, logits, part, first=i == 0)
+            del logits
+    dx = torch.cat(parts) if parts else torch.empty_like(x) if need_dx else x.new_empty(0)
     return losses.sum() * share, dx, dweight, share.clone() if deferred else one.clone()
 
 
@@ -220,7 +271,10 @@ def _scale_gradient(gradient: Tensor, factor: Tensor) -> None:
         return
     tile = TILES["scale"]
     count = programs(gradient.device, tile.per_sm, cdiv(gradient.numel(), tile.elements))
-    _scale_kernel[(count,)](gradient, factor, gradient.numel(), B=tile.elements, num_warps=tile.warps)
+    with direct_launch():
+        wrap_triton(_scale_kernel)[(count,)](
+            gradient, factor, gradient.numel(), B=tile.elements, num_warps=tile.warps
+        )  # fmt: skip
 
 
 @_scale_gradient.register_fake

@@ -94,6 +94,8 @@ def is_linear(module: nn.Module, bias: bool) -> bool:
 class _Tracer(fx.Tracer):
     """Takes every submodule as one node, except plain sequences, whose forward is known."""
 
+    proxy_buffer_attributes = True  # a buffer may be cut by a size that is known only when it runs
+
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:  # noqa: ARG002
         return type(m).forward is not nn.Sequential.forward or hooked(m)
 
@@ -177,6 +179,40 @@ def difference_of(node: Any) -> tuple[fx.Node, fx.Node] | None:
 def product_of(node: Any) -> tuple[fx.Node, fx.Node] | None:
     """Operands of a multiplication."""
     return operands(node, (operator.mul, torch.mul), "mul")
+
+
+_ASKED = {"shape", "size", "dtype", "device", "dim"}
+
+
+def fed_linears(node: fx.Node, module: nn.Module) -> list[nn.Module] | None:
+    """The Linears without bias that are all that ever reads this node's value, there or one module down; else None."""
+    found: list[nn.Module] = []
+    for user in node.users:
+        if user.op != "call_module" or [a for a in (*user.args, *user.kwargs.values()) if a is node] != [node]:
+            return None
+        child = module.get_submodule(str(user.target))
+        if is_linear(child, bias=False) and not any(u.op == "output" for u in user.users):
+            found.append(child)
+            continue
+        if user.args[0] is not node or hooked(child):
+            return None
+        try:
+            graph = trace(child).graph
+        except NotTraceable:
+            return None
+        x = next(n for n in graph.nodes if n.op == "placeholder")
+        readers = [n for n in x.users if not _asks(n)]
+        linears = [called(n, child) for n in readers]
+        if not linears or any(n is None or not is_linear(n, bias=False) for n in linears):
+            return None
+        found += [n for n in linears if n is not None]
+    return found or None
+
+
+def _asks(node: fx.Node) -> bool:
+    """Whether the node reads a tensor's form and not its values."""
+    name = node.args[1] if node.target is getattr else node.target
+    return node.op in ("call_function", "call_method") and name in _ASKED
 
 
 def activation_of(node: Any, module: nn.Module) -> tuple[str, fx.Node] | None:

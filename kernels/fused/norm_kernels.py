@@ -10,6 +10,8 @@ adds up. With saved h, rstd (and mean m), xhat = (h - m) rstd, g = weight dy and
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 from torch import Tensor
 
@@ -98,6 +100,20 @@ def _norm_backward_kernel(  # type: ignore[no-untyped-def]
         tl.store(out + (1 + BIAS) * cols, tl.sum(dh_sum, axis=0), mask=inside)
 
 
+@cache
+def _forward_shape(tile: Tile, cols: int) -> tuple[int, int, int]:
+    """Columns and rows of a tile, warps."""
+    block = power_of_2(cols)
+    return block, tile.rows(block), tile.warps_for(block)
+
+
+@cache
+def _backward_shape(tile: Tile, cols: int, device: torch.device, size: int) -> tuple[int, int, int, int]:
+    """Columns and rows of a tile, stages, warps; `size` is the bytes of one value of all tensors that are read."""
+    block = power_of_2(cols)
+    return block, *tile.buffered(block, device, size), tile.warps_for(block)
+
+
 def launch_forward(
     x: Tensor,
     residual: Tensor | None,
@@ -107,25 +123,23 @@ def launch_forward(
     center: bool,
     offset: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """y, h, mean, rstd of contiguous x [rows, n]; h is empty without a residual, mean without `center`.
+    """y, h, mean, rstd of contiguous x [rows, n]; h means nothing without a residual, mean without `center`.
 
     With `offset` [n], h = x + residual + offset.
     """
     rows, cols = x.shape
     dtype = x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype)
-    y = torch.empty((rows, cols), dtype=dtype, device=x.device)
-    h = y.new_empty((rows, cols) if residual is not None else (0,))
-    rstd = torch.empty(rows, dtype=torch.float32, device=x.device)
-    mean = rstd.new_empty(rows if center else 0)
-    block = power_of_2(cols)
-    tile = TILES["forward"]
-    r = tile.rows(block)
+    y = torch.empty_like(x, dtype=dtype)
+    h = y if residual is None else torch.empty_like(y)
+    rstd = x.new_empty(rows, dtype=torch.float32)
+    mean = torch.empty_like(rstd) if center else rstd
+    block, r, warps = _forward_shape(TILES["forward"], int(cols))
     wrap_triton(_norm_forward_kernel)[(cdiv(rows, r),)](
         x, x if residual is None else residual, weight if offset is None else offset,
         weight, weight if bias is None else bias, y, h, mean, rstd,
         rows, cols, eps,
         R=r, B=block, ADD=residual is not None, OFFSET=offset is not None, CENTER=center, BIAS=bias is not None,
-        num_warps=tile.warps_for(block),
+        num_warps=warps,
     )  # fmt: skip
     return y, h, mean, rstd
 
@@ -143,16 +157,16 @@ def launch_backward(
 ) -> tuple[Tensor, Tensor]:
     """dh [rows, n] in h's dtype; [1 + bias + sum_dh, n] in the weight's: dweight, dbias, sum of dh over rows."""
     rows, cols = h.shape
-    block = power_of_2(cols)
+    size = h.element_size() + dy.element_size() + (h if dh_out is None else dh_out).element_size()
     tile = TILES["backward"]
-    r, stages = tile.buffered(block, h, dy, h if dh_out is None else dh_out)
+    block, r, stages, warps = _backward_shape(tile, int(cols), h.device, size)
     count = programs(h.device, tile.per_sm, cdiv(rows, r))
     sums = 1 + int(bias) + int(sum_dh)
     dh = torch.empty_like(h)
-    partial = torch.empty((count, sums * cols), dtype=torch.float32, device=h.device)
+    partial = h.new_empty((count, sums * cols), dtype=torch.float32)
     wrap_triton(_norm_backward_kernel)[(count,)](
         dy, dy if dh_out is None else dh_out, h, weight, mean, rstd, dh, partial, rows, cols,
         R=r, B=block, ADD=dh_out is not None, CENTER=center, BIAS=bias, SUM_DH=sum_dh, STAGES=stages,
-        num_warps=tile.warps_for(block),
+        num_warps=warps,
     )  # fmt: skip
     return dh, column_sum(partial, weight.dtype).view(sums, cols)

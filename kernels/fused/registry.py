@@ -55,6 +55,12 @@ KERNELS = {
             rewrite.add_norm,
         ),
         FusedKernel(
+            "norm_linear",
+            "RMSNorm read by Linears without bias only: they compute its output again instead of keeping it",
+            "the Linears multiply in the norm's dtype",
+            rewrite.norm_linear,
+        ),
+        FusedKernel(
             "gated_linear",
             "act(a) * b with SiLU or GELU, and the Linear without bias behind it; the product is recomputed for it",
             "equal shapes; joined to the Linear only if it multiplies in the operands' dtype",
@@ -82,12 +88,17 @@ KERNELS = {
 }
 
 
-def apply(model: nn.Module, names: Iterable[str] | None = None, findings: list[str] | None = None) -> list[str]:
+def apply(
+    model: nn.Module,
+    names: Iterable[str] | None = None,
+    findings: list[str] | None = None,
+    wanted: Callable[[str, str], bool] | None = None,
+) -> list[str]:
     """Put fused kernels into the model, in place; return "kernel: module" for each replacement, in module order.
 
-    `names` chooses among `KERNELS` (all by default; "linear_cross_entropy" is done by `fused_loss` and nothing here).
-    `findings` receives why modules were passed over. Raises ValueError for an unknown name; anything else that goes
-    wrong in a module leaves that module as it was.
+    `names` chooses among `KERNELS` (all by default; "linear_cross_entropy" is done by `fused_loss` and nothing here),
+    `wanted(kernel, module FQN)` among the places. `findings` receives why modules were passed over. Raises ValueError
+    for an unknown name; anything else that goes wrong in a module leaves that module as it was.
     """
     chosen = list(KERNELS) if names is None else list(names)
     unknown = [name for name in chosen if name not in KERNELS]
@@ -105,12 +116,13 @@ def apply(model: nn.Module, names: Iterable[str] | None = None, findings: list[s
             continue
         where = fqn or type(module).__name__
         if norms.get(module):
-            if "rms_norm" in chosen:
-                _exchange(module, "rms_norm", steps.rms_norm_forward)
+            if "rms_norm" in chosen and (wanted is None or wanted("rms_norm", where)):
+                rewrite.exchange(module, "rms_norm", steps.rms_norm_forward)
                 done.append(f"rms_norm: {where}")
             continue
         if any(True for _ in module.children()):
-            done += [f"{name}: {where}" for name in _rewrite(module, chosen, norms, notes, where)]
+            here = [name for name in chosen if wanted is None or wanted(name, where)]
+            done += [f"{name}: {where}" for name in (_rewrite(module, here, norms, notes, where) if here else ())]
             inlined |= match.inlined(module) if hasattr(module, _MARK) else set()
     return done
 
@@ -137,28 +149,13 @@ def _rewrite(
         notes.append(f"{where} is left as it is: the rewrite failed with {type(error).__name__}: {error}")
         return []
     if found:
-        _exchange(module, traced.code, _forward_of(traced))
+        rewrite.exchange(module, traced.code, _forward_of(traced))
     return found
 
 
 def _forward_of(traced: fx.GraphModule) -> Callable[..., Any]:
     forward: Callable[..., Any] = type(traced).forward
     return forward
-
-
-_classes: dict[tuple[type[nn.Module], str], type[nn.Module]] = {}
-
-
-def _exchange(module: nn.Module, code: str, forward: Callable[..., Any]) -> None:
-    """Give the module a subclass of its class with this forward, one for all modules of equal class and code.
-
-    One class, because torch.compile guards on it: equal blocks then share one graph.
-    """
-    kind = type(module)
-    if (kind, code) not in _classes:
-        members = {"forward": forward, _MARK: kind, "_costlab_targets": None, "__module__": kind.__module__}
-        _classes[kind, code] = type(kind.__name__, (kind,), members)
-    module.__class__ = _classes[kind, code]
 
 
 def restore(model: nn.Module) -> int:
@@ -205,7 +202,7 @@ def fused_loss(model: nn.Module, loss: Loss, batch: Any, findings: list[str] | N
         name = _head_of(model)
         inputs, targets = batch
         head = model.get_submodule(name)
-        _exchange(head, "linear_cross_entropy", _head_forward)
+        rewrite.exchange(head, "linear_cross_entropy", _head_forward)
     except (match.NotTraceable, TypeError, ValueError) as reason:
         notes.append(f"the loss is left as it is: {reason}")
         return None

@@ -100,6 +100,49 @@ def gated_linear(traced: fx.GraphModule, module: nn.Module, _norms: dict[nn.Modu
     return found
 
 
+def norm_linear(traced: fx.GraphModule, module: nn.Module, norms: dict[nn.Module, bool]) -> int:
+    """A recognised RMSNorm, alone or of a sum, whose output nothing but Linears without bias reads."""
+    found = 0
+    for node in list(traced.graph.nodes):
+        norm = match.called(node, module)
+        alone = norm is not None and norms.get(norm)
+        of_sum = node.target is operator.getitem and node.args[1] == 0 and _is_sum_norm(node.args[0], traced, norms)
+        linears = match.fed_linears(node, module) if alone or of_sum else None
+        if linears is None:
+            continue
+        if alone:
+            _replace(traced.graph, node, steps.norm_noted, _submodule(traced.graph, node, node.target), node.args[0])
+        else:
+            node.args[0].target = steps.add_norm_noted
+        for linear in linears:
+            exchange(linear, "norm_linear", steps.linear_forward)
+        found += 1
+    return found
+
+
+def _is_sum_norm(node: object, traced: fx.GraphModule, norms: dict[nn.Module, bool]) -> bool:
+    """Whether the node is a call of `steps.add_norm` with a recognised RMSNorm."""
+    if not isinstance(node, fx.Node) or node.target is not steps.add_norm:
+        return False
+    norm = node.args[0]
+    return isinstance(norm, fx.Node) and bool(norms.get(traced.get_submodule(str(norm.target))))
+
+
+_classes: dict[tuple[type[nn.Module], str], type[nn.Module]] = {}
+
+
+def exchange(module: nn.Module, code: str, forward: Callable[..., object]) -> None:
+    """Give the module a subclass of its class with this forward, one for all modules of equal class and code.
+
+    One class, because torch.compile guards on it: equal blocks then share one graph.
+    """
+    kind = type(module)
+    if (kind, code) not in _classes:
+        members = {"forward": forward, match.MARK: kind, "_costlab_targets": None, "__module__": kind.__module__}
+        _classes[kind, code] = type(kind.__name__, (kind,), members)
+    module.__class__ = _classes[kind, code]
+
+
 def rope(traced: fx.GraphModule, _module: nn.Module, _norms: dict[nn.Module, bool]) -> int:
     """Two rotations by the same cos and sin, the first of which is not used before the second is computed."""
     order = {node: i for i, node in enumerate(traced.graph.nodes)}

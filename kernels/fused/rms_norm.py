@@ -18,10 +18,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.library import triton_op
 
 from costlab.kernels.fused.launch import MAX_COLUMNS, as_rows, usable
 from costlab.kernels.fused.norm_kernels import launch_backward, launch_forward
+from costlab.kernels.fused.norm_linear import remember
+from costlab.kernels.fused.op import fused_op
 
 
 def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -57,7 +58,7 @@ def _reference_rstd(h: Tensor, eps: float) -> Tensor:
     return torch.rsqrt(wide.pow(2).mean(-1) + eps)
 
 
-@triton_op("costlab::rms_norm", mutates_args=())
+@fused_op("costlab::rms_norm")
 def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     if not _fits(x, weight):
         return rms_norm_reference(x, weight, eps), _reference_rstd(x, eps)
@@ -65,7 +66,7 @@ def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     return y, rstd
 
 
-@triton_op("costlab::add_rms_norm", mutates_args=())
+@fused_op("costlab::add_rms_norm")
 def _add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     if not _fits(x, residual, weight):
         y, h = add_rms_norm_reference(x, residual, weight, eps)
@@ -74,7 +75,7 @@ def _add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tu
     return y, h, rstd
 
 
-@triton_op("costlab::rms_norm_backward", mutates_args=())
+@fused_op("costlab::rms_norm_backward")
 def _rms_norm_backward(
     dy: Tensor, dh_out: Tensor | None, h: Tensor, weight: Tensor, rstd: Tensor
 ) -> tuple[Tensor, Tensor]:
@@ -108,25 +109,39 @@ def _add_backward(ctx: Any, dy: Tensor | None, dh_out: Tensor | None, _rstd: Non
     h, weight, rstd = ctx.saved_tensors
     dy = torch.zeros_like(h) if dy is None else dy.contiguous()
     dh, dweight = _rms_norm_backward(dy, None if dh_out is None else dh_out.contiguous(), h, weight, rstd)
-    return dh.to(ctx.dtypes[0]), dh.to(ctx.dtypes[1]), dweight[0], None
+    of_x, of_residual = ctx.dtypes
+    if of_x == of_residual:
+        return dh, dh, dweight[0], None
+    return dh.to(of_x), dh.to(of_residual), dweight[0], None
 
 
 _rms_norm.register_autograd(_backward, setup_context=_save)
 _add_rms_norm.register_autograd(_add_backward, setup_context=_add_save)
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """RMSNorm of x [..., n] with weight [n]; differentiable, same dtype and shape as x."""
-    y: Tensor = _rms_norm(as_rows(x), weight.contiguous(), eps)[0]
-    return y.view(x.shape)
+def rms_norm(x: Tensor, weight: Tensor, eps: float, note: bool = False) -> Tensor:
+    """RMSNorm of x [..., n] with weight [n]; differentiable, same dtype and shape as x.
+
+    With `note` the output says how to compute it again, see `norm_linear`.
+    """
+    rows, weight = as_rows(x), weight.contiguous()
+    y: Tensor
+    y, rstd = _rms_norm(rows, weight, eps)
+    if note:  # on a view: Dynamo follows attributes of those, not of an op's own outputs
+        return remember(y.view(x.shape), rows, rstd, weight, eps)
+    return y if rows is x else y.view(x.shape)
 
 
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, note: bool = False) -> tuple[Tensor, Tensor]:
     """(y, h) with h = x + residual and y = RMSNorm(h); x and residual of one shape [..., n], weight [n].
 
-    Raises ValueError if the shapes of x and residual differ (there is no broadcasting).
+    With `note` y says how to compute it again, see `norm_linear`. Raises ValueError if the shapes of x and residual
+    differ (there is no broadcasting).
     """
     if x.shape != residual.shape:
         raise ValueError(f"x and residual differ in shape: {tuple(x.shape)} and {tuple(residual.shape)}")
-    y, h, _ = _add_rms_norm(as_rows(x), as_rows(residual), weight.contiguous(), eps)
-    return y.view(x.shape), h.view(x.shape)
+    weight = weight.contiguous()
+    rows = as_rows(x)
+    y, h, rstd = _add_rms_norm(rows, as_rows(residual), weight, eps)
+    whole = y if rows is x and not note else y.view(x.shape)
+    return remember(whole, h, rstd, weight, eps) if note else whole, h if rows is x else h.view(x.shape)

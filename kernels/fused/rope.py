@@ -18,17 +18,21 @@ Traffic: forward and backward each read and write q and k once; the backward of 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.library import triton_op
 
 from costlab.kernels.fused.column_sum import column_sum
 from costlab.kernels.fused.launch import Tile, cdiv, jit, power_of_2, programs, tl, usable, wrap_triton
+from costlab.kernels.fused.op import fused_op
 
 MAX_HEAD_DIM = 1024
-TILES = {"rotate": Tile(elements=2048, warps=4), "norm_backward": Tile(elements=4096, warps=8, per_sm=2)}
+TILES = {
+    "rotate": Tile(elements=2048, warps=2),
+    "norm_backward": Tile(elements=4096, warps=4, per_sm=2, stages=3),
+}
 
 
 def rotate_reference(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -47,96 +51,135 @@ def norm_rotate_reference(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, e
 
 
 @jit
-def _halves(base, offset, half, HALF: tl.constexpr, mask):  # type: ignore[no-untyped-def]
-    col = tl.arange(0, HALF)[None, :]
-    first = tl.load(base + offset + col, mask=mask, other=0.0).to(tl.float32)
-    second = tl.load(base + offset + half + col, mask=mask, other=0.0).to(tl.float32)
+def _halves(base, at, half, mask):  # type: ignore[no-untyped-def]
+    first = tl.load(base + at, mask=mask, other=0.0).to(tl.float32)
+    second = tl.load(base + at + half, mask=mask, other=0.0).to(tl.float32)
     return first, second
 
 
 @jit
-def _rotate_rows(  # type: ignore[no-untyped-def]
-    x_ptr, out_ptr, weight_ptr, cos_ptr, sin_ptr, tile, batch, heads, seq, half, eps, sb, sh, st, sign,
-    R: tl.constexpr, HALF: tl.constexpr, NORM: tl.constexpr,
-):  # fmt: skip
-    row = tile * R + tl.arange(0, R)
+def _place(  # type: ignore[no-untyped-def]
+    tile, heads, seq, half, sb, sh, st, P: tl.constexpr, H: tl.constexpr, HALF: tl.constexpr
+):
+    """Offsets [P, H, HALF] of a tile of positions and heads in a strided tensor and in the dense result, and masks."""
+    across = tl.cdiv(heads, H)
+    along = tl.cdiv(seq, P)
+    head = (tile % across) * H + tl.arange(0, H)
+    position = (tile // across) % along * P + tl.arange(0, P)
+    item = (tile // across // along).to(tl.int64)
+    col = tl.arange(0, HALF)[None, None, :]
+    strided = item * sb + position.to(tl.int64)[:, None, None] * st + head[None, :, None] * sh + col
+    dense = ((item * seq + position)[:, None, None] * heads + head[None, :, None]) * (2 * half) + col
+    mask = (position < seq)[:, None, None] & (head < heads)[None, :, None] & (col < half)
+    return position, strided, dense, mask
+
+
+@jit
+def _angles(cos_ptr, sin_ptr, position, seq, half, HALF: tl.constexpr):  # type: ignore[no-untyped-def]
+    """cos and sin [P, 1, HALF], read once for all heads."""
     col = tl.arange(0, HALF)[None, :]
-    head = (row % heads).to(tl.int64)
-    position = (row // heads) % seq
-    item = (row // heads // seq).to(tl.int64)
-    mask = (row < batch * heads * seq)[:, None] & (col < half)
-    a, b = _halves(x_ptr, (item * sb + head * sh + position * st)[:, None], half, HALF, mask)
+    at = position[:, None] * half + col
+    mask = (position < seq)[:, None] & (col < half)
+    cos = tl.load(cos_ptr + at, mask=mask, other=0.0).to(tl.float32)
+    sin = tl.load(sin_ptr + at, mask=mask, other=0.0).to(tl.float32)
+    return cos[:, None, :], sin[:, None, :]
+
+
+@jit
+def _weights(weight_ptr, half, HALF: tl.constexpr):  # type: ignore[no-untyped-def]
+    col = tl.arange(0, HALF)
+    first = tl.load(weight_ptr + col, mask=col < half, other=0.0).to(tl.float32)
+    second = tl.load(weight_ptr + half + col, mask=col < half, other=0.0).to(tl.float32)
+    return first[None, None, :], second[None, None, :]
+
+
+@jit
+def _rotate_tile(  # type: ignore[no-untyped-def]
+    x_ptr, out_ptr, weight_ptr, cos_ptr, sin_ptr, tile, heads, seq, half, eps, sb, sh, st, sign,
+    P: tl.constexpr, H: tl.constexpr, HALF: tl.constexpr, NORM: tl.constexpr,
+):  # fmt: skip
+    position, strided, dense, mask = _place(tile, heads, seq, half, sb, sh, st, P, H, HALF)
+    a, b = _halves(x_ptr, strided, half, mask)
     if NORM:
-        rstd = tl.rsqrt((tl.sum(a * a, axis=1) + tl.sum(b * b, axis=1)) / (2 * half) + eps)[:, None]
-        a *= rstd * tl.load(weight_ptr + col, mask=col < half, other=0.0).to(tl.float32)
-        b *= rstd * tl.load(weight_ptr + half + col, mask=col < half, other=0.0).to(tl.float32)
-    angle = position[:, None] * half + col
-    cos = tl.load(cos_ptr + angle, mask=mask, other=0.0).to(tl.float32)
-    sin = tl.load(sin_ptr + angle, mask=mask, other=0.0).to(tl.float32) * sign
-    out = out_ptr + row.to(tl.int64)[:, None] * (2 * half) + col
-    tl.store(out, (a * cos - b * sin).to(out_ptr.dtype.element_ty), mask=mask)
-    tl.store(out + half, (b * cos + a * sin).to(out_ptr.dtype.element_ty), mask=mask)
+        rstd = tl.rsqrt(tl.sum(a * a + b * b, axis=2) / (2 * half) + eps)[:, :, None]
+        w1, w2 = _weights(weight_ptr, half, HALF)
+        a *= rstd * w1
+        b *= rstd * w2
+    cos, sin = _angles(cos_ptr, sin_ptr, position, seq, half, HALF)
+    sin *= sign
+    tl.store(out_ptr + dense, (a * cos - b * sin).to(out_ptr.dtype.element_ty), mask=mask)
+    tl.store(out_ptr + dense + half, (b * cos + a * sin).to(out_ptr.dtype.element_ty), mask=mask)
 
 
 @jit
 def _rotate_kernel(  # type: ignore[no-untyped-def]
     q_ptr, k_ptr, q_out_ptr, k_out_ptr, q_weight_ptr, k_weight_ptr, cos_ptr, sin_ptr,
-    batch, q_heads, k_heads, seq, half, eps, qb, qh, qt, kb, kh, kt, sign,
-    R: tl.constexpr, HALF: tl.constexpr, NORM: tl.constexpr,
+    q_tiles, q_heads, k_heads, seq, half, eps, qb, qh, qt, kb, kh, kt, sign,
+    QP: tl.constexpr, QH: tl.constexpr, KP: tl.constexpr, KH: tl.constexpr, HALF: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
-    q_tiles = tl.cdiv(batch * q_heads * seq, R)
     tile = tl.program_id(0)
     if tile < q_tiles:
-        _rotate_rows(
-            q_ptr, q_out_ptr, q_weight_ptr, cos_ptr, sin_ptr, tile, batch, q_heads, seq, half, eps, qb, qh, qt, sign,
-            R, HALF, NORM,
+        _rotate_tile(
+            q_ptr, q_out_ptr, q_weight_ptr, cos_ptr, sin_ptr, tile, q_heads, seq, half, eps, qb, qh, qt, sign,
+            QP, QH, HALF, NORM,
         )  # fmt: skip
     else:
-        _rotate_rows(
-            k_ptr, k_out_ptr, k_weight_ptr, cos_ptr, sin_ptr, tile - q_tiles, batch, k_heads, seq, half, eps,
-            kb, kh, kt, sign, R, HALF, NORM,
+        _rotate_tile(
+            k_ptr, k_out_ptr, k_weight_ptr, cos_ptr, sin_ptr, tile - q_tiles, k_heads, seq, half, eps, kb, kh, kt,
+            sign, KP, KH, HALF, NORM,
         )  # fmt: skip
 
 
 @jit
-def _norm_backward_kernel(  # type: ignore[no-untyped-def]
-    dy_ptr, x_ptr, dx_ptr, weight_ptr, cos_ptr, sin_ptr, partial_ptr,
-    batch, heads, seq, half, eps, yb, yh, yt, xb, xh, xt,
-    R: tl.constexpr, HALF: tl.constexpr,
+def _norm_backward_tiles(  # type: ignore[no-untyped-def]
+    dy_ptr, x_ptr, dx_ptr, weight_ptr, cos_ptr, sin_ptr, partial_ptr, first, tiles, step,
+    heads, seq, half, eps, yb, yh, yt, xb, xh, xt,
+    P: tl.constexpr, H: tl.constexpr, HALF: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    col = tl.arange(0, HALF)[None, :]
-    inside = col < half
-    w1 = tl.load(weight_ptr + col, mask=inside, other=0.0).to(tl.float32)
-    w2 = tl.load(weight_ptr + half + col, mask=inside, other=0.0).to(tl.float32)
-    dw1 = tl.zeros([R, HALF], tl.float32)
-    dw2 = tl.zeros([R, HALF], tl.float32)
-    for tile in range(tl.program_id(0), tl.cdiv(batch * heads * seq, R), tl.num_programs(0)):
-        row = tile * R + tl.arange(0, R)
-        head = (row % heads).to(tl.int64)
-        position = (row // heads) % seq
-        item = (row // heads // seq).to(tl.int64)
-        mask = (row < batch * heads * seq)[:, None] & inside
-        y1, y2 = _halves(dy_ptr, (item * yb + head * yh + position * yt)[:, None], half, HALF, mask)
-        a, b = _halves(x_ptr, (item * xb + head * xh + position * xt)[:, None], half, HALF, mask)
-        angle = position[:, None] * half + col
-        cos = tl.load(cos_ptr + angle, mask=mask, other=0.0).to(tl.float32)
-        sin = tl.load(sin_ptr + angle, mask=mask, other=0.0).to(tl.float32)
+    w1, w2 = _weights(weight_ptr, half, HALF)
+    dw1 = tl.zeros([P, H, HALF], tl.float32)
+    dw2 = tl.zeros([P, H, HALF], tl.float32)
+    for tile in tl.range(first, tiles, step, num_stages=STAGES):
+        position, y_at, dense, mask = _place(tile, heads, seq, half, yb, yh, yt, P, H, HALF)
+        _, x_at, _, _ = _place(tile, heads, seq, half, xb, xh, xt, P, H, HALF)
+        y1, y2 = _halves(dy_ptr, y_at, half, mask)
+        a, b = _halves(x_ptr, x_at, half, mask)
+        cos, sin = _angles(cos_ptr, sin_ptr, position, seq, half, HALF)
         g1 = y1 * cos + y2 * sin
         g2 = y2 * cos - y1 * sin
-        rstd = tl.rsqrt((tl.sum(a * a, axis=1) + tl.sum(b * b, axis=1)) / (2 * half) + eps)[:, None]
+        rstd = tl.rsqrt(tl.sum(a * a + b * b, axis=2) / (2 * half) + eps)[:, :, None]
         a *= rstd
         b *= rstd
         dw1 += g1 * a
         dw2 += g2 * b
         g1 *= w1
         g2 *= w2
-        along = ((tl.sum(g1 * a, axis=1) + tl.sum(g2 * b, axis=1)) / (2 * half))[:, None]
-        out = dx_ptr + row.to(tl.int64)[:, None] * (2 * half) + col
-        tl.store(out, ((g1 - a * along) * rstd).to(dx_ptr.dtype.element_ty), mask=mask)
-        tl.store(out + half, ((g2 - b * along) * rstd).to(dx_ptr.dtype.element_ty), mask=mask)
-    partial = partial_ptr + tl.program_id(0) * 2 * half + tl.arange(0, HALF)
-    tl.store(partial, tl.sum(dw1, axis=0), mask=tl.arange(0, HALF) < half)
-    tl.store(partial + half, tl.sum(dw2, axis=0), mask=tl.arange(0, HALF) < half)
+        along = (tl.sum(g1 * a + g2 * b, axis=2) / (2 * half))[:, :, None]
+        tl.store(dx_ptr + dense, ((g1 - a * along) * rstd).to(dx_ptr.dtype.element_ty), mask=mask)
+        tl.store(dx_ptr + dense + half, ((g2 - b * along) * rstd).to(dx_ptr.dtype.element_ty), mask=mask)
+    col = tl.arange(0, HALF)
+    tl.store(partial_ptr + col, tl.sum(tl.sum(dw1, axis=0), axis=0), mask=col < half)
+    tl.store(partial_ptr + half + col, tl.sum(tl.sum(dw2, axis=0), axis=0), mask=col < half)
+
+
+@jit
+def _norm_backward_kernel(  # type: ignore[no-untyped-def]
+    dq_ptr, dk_ptr, q_ptr, k_ptr, q_out_ptr, k_out_ptr, q_weight_ptr, k_weight_ptr, cos_ptr, sin_ptr, partial_ptr,
+    q_tiles, k_tiles, q_heads, k_heads, seq, half, eps,
+    dqb, dqh, dqt, dkb, dkh, dkt, qb, qh, qt, kb, kh, kt,
+    QP: tl.constexpr, QH: tl.constexpr, KP: tl.constexpr, KH: tl.constexpr, HALF: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    partial = partial_ptr + tl.program_id(0) * 4 * half
+    step = tl.num_programs(0)
+    _norm_backward_tiles(
+        dq_ptr, q_ptr, q_out_ptr, q_weight_ptr, cos_ptr, sin_ptr, partial, tl.program_id(0), q_tiles, step,
+        q_heads, seq, half, eps, dqb, dqh, dqt, qb, qh, qt, QP, QH, HALF, STAGES,
+    )  # fmt: skip
+    # From the other end: the programs that had one tile of q more get one tile of k less.
+    _norm_backward_tiles(
+        dk_ptr, k_ptr, k_out_ptr, k_weight_ptr, cos_ptr, sin_ptr, partial + 2 * half, step - 1 - tl.program_id(0),
+        k_tiles, step, k_heads, seq, half, eps, dkb, dkh, dkt, kb, kh, kt, KP, KH, HALF, STAGES,
+    )  # fmt: skip
 
 
 def _empty(x: Tensor) -> Tensor:
@@ -149,40 +192,56 @@ def _fits(q: Tensor, *others: Tensor) -> bool:
     return usable(q, *others) and q.numel() > 0 and others[0].numel() > 0 and q.shape[3] <= MAX_HEAD_DIM
 
 
-def _rows(q: Tensor, tile: Tile) -> tuple[int, int]:
-    half = power_of_2(q.shape[3] // 2)
-    return tile.rows(2 * half), half
+@dataclass(frozen=True)
+class _Shape:
+    """How one of q and k is cut: positions and heads a tile (powers of two), and the number of tiles."""
+
+    positions: int
+    heads: int
+    tiles: int
+
+    @staticmethod
+    def of(x: Tensor, tile: Tile) -> _Shape:
+        batch, heads, seq, dim = x.shape
+        rows = tile.rows(power_of_2(dim))
+        h = min(power_of_2(heads), rows)
+        p = min(rows // h, power_of_2(seq))
+        return _Shape(p, h, batch * cdiv(seq, p) * cdiv(heads, h))
 
 
 def _rotate(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, weights: tuple[Tensor, Tensor] | None, eps: float, sign: float
 ) -> tuple[Tensor, Tensor]:
     q_out, k_out = _empty(q), _empty(k)
-    batch, q_heads, seq, dim = q.shape
-    r, half = _rows(q, TILES["rotate"])
-    grid = (cdiv(batch * q_heads * seq, r) + cdiv(batch * k.shape[1] * seq, r),)
-    wrap_triton(_rotate_kernel)[grid](
+    tile = TILES["rotate"]
+    of_q, of_k = _Shape.of(q, tile), _Shape.of(k, tile)
+    half = q.shape[3] // 2
+    wrap_triton(_rotate_kernel)[(of_q.tiles + of_k.tiles,)](
         q, k, q_out, k_out, cos if weights is None else weights[0], cos if weights is None else weights[1], cos, sin,
-        batch, q_heads, k.shape[1], seq, dim // 2, eps, *q.stride()[:3], *k.stride()[:3], sign,
-        R=r, HALF=half, NORM=weights is not None, num_warps=TILES["rotate"].warps,
+        of_q.tiles, q.shape[1], k.shape[1], q.shape[2], half, eps, *q.stride()[:3], *k.stride()[:3], sign,
+        QP=of_q.positions, QH=of_q.heads, KP=of_k.positions, KH=of_k.heads,
+        HALF=power_of_2(half), NORM=weights is not None, num_warps=tile.warps,
     )  # fmt: skip
     return q_out, k_out
 
 
 def _norm_backward(
-    dy: Tensor, x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, eps: float
-) -> tuple[Tensor, Tensor]:
-    dx = _empty(x)
-    batch, heads, seq, dim = x.shape
+    dq: Tensor, dk: Tensor, q: Tensor, k: Tensor, weights: tuple[Tensor, Tensor], cos: Tensor, sin: Tensor, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    q_out, k_out = _empty(q), _empty(k)
+    dim, half = q.shape[3], q.shape[3] // 2
     tile = TILES["norm_backward"]
-    r, half = _rows(x, tile)
-    count = programs(x.device, tile.per_sm, cdiv(batch * heads * seq, r))
-    partial = torch.empty((count, dim), dtype=torch.float32, device=x.device)
+    of_q, of_k = _Shape.of(q, tile), _Shape.of(k, tile)
+    count = programs(q.device, tile.per_sm, of_q.tiles + of_k.tiles)
+    partial = torch.empty((count, 2 * dim), dtype=torch.float32, device=q.device)
     wrap_triton(_norm_backward_kernel)[(count,)](
-        dy, x, dx, weight, cos, sin, partial, batch, heads, seq, dim // 2, eps, *dy.stride()[:3], *x.stride()[:3],
-        R=r, HALF=half, num_warps=tile.warps,
+        dq, dk, q, k, q_out, k_out, *weights, cos, sin, partial,
+        of_q.tiles, of_k.tiles, q.shape[1], k.shape[1], q.shape[2], half, eps,
+        *dq.stride()[:3], *dk.stride()[:3], *q.stride()[:3], *k.stride()[:3],
+        QP=of_q.positions, QH=of_q.heads, KP=of_k.positions, KH=of_k.heads,
+        HALF=power_of_2(half), STAGES=tile.stages, num_warps=tile.warps,
     )  # fmt: skip
-    return dx, column_sum(partial, weight.dtype)
+    return q_out, k_out, column_sum(partial, weights[0].dtype).view(2, dim)
 
 
 def _norm_backward_reference(
@@ -203,14 +262,14 @@ def _like(x: Tensor) -> Tensor:
     return x.transpose(1, 2).contiguous().transpose(1, 2)
 
 
-@triton_op("costlab::rope", mutates_args=())
+@fused_op("costlab::rope")
 def _rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, sign: float) -> tuple[Tensor, Tensor]:
     if not _fits(q, k, cos, sin):
         return _like(rotate_reference(q, cos, sign * sin)), _like(rotate_reference(k, cos, sign * sin))
     return _rotate(q, k, cos, sin, None, 0.0, sign)
 
 
-@triton_op("costlab::norm_rope", mutates_args=())
+@fused_op("costlab::norm_rope")
 def _norm_rope(
     q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
@@ -222,7 +281,7 @@ def _norm_rope(
     return _rotate(q, k, cos, sin, (q_weight, k_weight), eps, 1.0)
 
 
-@triton_op("costlab::norm_rope_backward", mutates_args=())
+@fused_op("costlab::norm_rope_backward")
 def _norm_rope_backward(
     dq: Tensor,
     dk: Tensor,
@@ -233,14 +292,13 @@ def _norm_rope_backward(
     cos: Tensor,
     sin: Tensor,
     eps: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q and k, and [2, head_dim]: those of their weights."""
     if not _fits(q, k, dq, dk, q_weight, k_weight, cos, sin):
         q_gradient, q_weight_gradient = _norm_backward_reference(dq, q, q_weight, cos, sin, eps)
         k_gradient, k_weight_gradient = _norm_backward_reference(dk, k, k_weight, cos, sin, eps)
-    else:
-        q_gradient, q_weight_gradient = _norm_backward(dq, q, q_weight, cos, sin, eps)
-        k_gradient, k_weight_gradient = _norm_backward(dk, k, k_weight, cos, sin, eps)
-    return q_gradient, k_gradient, q_weight_gradient, k_weight_gradient
+        return q_gradient, k_gradient, torch.stack((q_weight_gradient, k_weight_gradient))
+    return _norm_backward(dq, dk, q, k, (q_weight, k_weight), cos, sin, eps)
 
 
 def _dense(x: Tensor) -> Tensor:
@@ -263,7 +321,8 @@ def _norm_save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor])
 
 
 def _norm_gradient(ctx: Any, dq: Tensor, dk: Tensor) -> tuple[Tensor | None, ...]:
-    return *_norm_rope_backward(_dense(dq), _dense(dk), *ctx.saved_tensors, ctx.eps), None, None, None
+    dq, dk, sums = _norm_rope_backward(_dense(dq), _dense(dk), *ctx.saved_tensors, ctx.eps)
+    return dq, dk, sums[0], sums[1], None, None, None
 
 
 _rope.register_autograd(_rope_backward, setup_context=_save)

@@ -18,6 +18,7 @@ from costlab.kernels.fused.gated import activation, gated, gated_linear
 from costlab.kernels.fused.launch import MAX_COLUMNS, usable
 from costlab.kernels.fused.layer_norm import add_layer_norm
 from costlab.kernels.fused.matching import eps_of
+from costlab.kernels.fused.norm_linear import norm_linear, note_of
 from costlab.kernels.fused.rms_norm import add_rms_norm, rms_norm
 from costlab.kernels.fused.rope import MAX_HEAD_DIM, rope
 
@@ -55,7 +56,29 @@ def rms_norm_forward(self: Any, x: Tensor) -> Tensor:
     return unfused
 
 
-def add_norm(norm: nn.Module, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+def norm_noted(norm: Any, x: Tensor) -> Tensor:
+    """norm(x) for a recognised RMSNorm, with a note for the Linears behind it (`norm_linear`)."""
+    if norm_fits(x, norm.weight):
+        return rms_norm(x, norm.weight, eps_of(norm) or 0.0, note=True)
+    unfused: Tensor = norm(x)
+    return unfused
+
+
+def linear_forward(self: Any, x: Tensor) -> Tensor:
+    """Forward of a Linear without bias behind a norm: without the norm's output in memory if a note came with it."""
+    note = note_of(x)
+    if note is not None and torch.is_grad_enabled() and _product_dtype(x, self.weight) == x.dtype == self.weight.dtype:
+        return norm_linear(x, self.weight, note)
+    unfused: Tensor = self._costlab_unfused.forward(self, x)
+    return unfused
+
+
+def add_norm_noted(norm: nn.Module, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+    """`add_norm`, the first output with a note for the Linears behind it."""
+    return add_norm(norm, x, residual, note=True)
+
+
+def add_norm(norm: nn.Module, x: Tensor, residual: Tensor, note: bool = False) -> tuple[Tensor, Tensor]:
     """(norm(x + residual), x + residual) for a recognised RMSNorm or LayerNorm."""
     weight: Any = norm.weight
     bias: Any = getattr(norm, "bias", None)
@@ -63,7 +86,7 @@ def add_norm(norm: nn.Module, x: Tensor, residual: Tensor) -> tuple[Tensor, Tens
     if same and bias is not None and _alike(weight, bias) and not _autocast(x):
         return add_layer_norm(x, residual, weight, bias, eps_of(norm) or 0.0)
     if same and bias is None:
-        return add_rms_norm(x, residual, weight, eps_of(norm) or 0.0)
+        return add_rms_norm(x, residual, weight, eps_of(norm) or 0.0, note)
     h = x + residual
     return norm(h), h
 

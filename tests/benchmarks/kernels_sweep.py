@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Callable, Iterable
 
 import torch
-from kernels_timing import BF16, Call, both_ways, ce_sets, extra_mib, leaf, median_ms, norm_sets
+from kernels_timing import BF16, Call, both_ways, ce_sets, device_ms, extra_mib, leaf, norm_sets
 from torch import Tensor
 
 from costlab.kernels.fused import batch_norm_relu as bn
@@ -24,7 +24,7 @@ def sweep_tiles(name: str, tiles: dict[str, Tile], key: str, choices: Iterable[T
     for tile in [default, *choices]:
         tiles[key] = tile
         try:
-            found.append((median_ms(call, samples), tile))
+            found.append((device_ms(call, samples), tile))
         except Exception as error:
             failed.append(f"{tile}: {type(error).__name__} {str(error)[:80]}")
     tiles[key] = default
@@ -72,16 +72,20 @@ def sweep_norm(samples: int, center: bool) -> None:
     sweep_tiles(name, norm_kernels.TILES, "backward", choices, backward, samples)
 
 
+LOGITS_LIMIT_MIB = 250
+
+
 def choose_chunks(inputs: list[list[Tensor]], grads: list[list[Tensor]], samples: int) -> None:
-    """Set the quickest logits buffer that stays under 250 MiB in all."""
-    found = []
-    for mib in (64, 72, 80, 88):
-        ce.BUFFER_BYTES = mib << 20
+    """Set the logits buffer that is quickest within `LOGITS_LIMIT_MIB` of extra memory."""
+    found = [(float("inf"), ce.BUFFER_BYTES)]
+    for rows in (1024, 1152, 1280, 1664, 1920, 2048, 8192):
+        ce.BUFFER_BYTES = rows * 32000 * 2
         call = both_ways(ce.linear_cross_entropy, inputs, grads)
-        found.append((median_ms(call, samples), mib))
-        rows = ce.chunk_rows(8192, 32000, 2)
-        print(f"    buffer {mib} MiB ({rows} rows): {found[-1][0]:.3f} ms, {extra_mib(call):.0f} MiB", flush=True)
-    ce.BUFFER_BYTES = min(found)[1] << 20
+        ms, mib = device_ms(call, samples), extra_mib(call)
+        print(f"    chunks {list(ce.chunks(8192, 32000, 2048, rows))}: {ms:.3f} ms, {mib:.1f} MiB", flush=True)
+        if mib <= LOGITS_LIMIT_MIB:
+            found.append((ms, ce.BUFFER_BYTES))
+    ce.BUFFER_BYTES = min(found)[1]
 
 
 def sweep_cross_entropy(samples: int) -> None:
@@ -98,7 +102,7 @@ def sweep_cross_entropy(samples: int) -> None:
         "linear_ce",
         ce.TILES,
         "softmax",
-        tiles_of((2048, 4096, 8192, 16384), (4, 8, 16), (1,), (1, 2, 3)),
+        [*tiles_of((4096, 8192), (8, 16)), *tiles_of((32768,), (8, 16, 32))],
         step,
         samples,
     )
@@ -106,10 +110,10 @@ def sweep_cross_entropy(samples: int) -> None:
     x, w = inputs[0][0].detach(), inputs[0][1].detach()
     full = torch.randn(8192, 32000, device="cuda").to(BF16)
     dweight = torch.empty_like(w)
-    for rows in (1024, 1408, 2048, 8192):
+    for rows in (1024, 1888, 1920, 2048):
         a, b, out = x[:rows], full[:rows], torch.empty(rows, 2048, dtype=BF16, device="cuda")
         scaled = [
-            median_ms(product, samples) * 8192 / rows
+            device_ms(product, samples) * 8192 / rows
             for product in (
                 lambda _, a=a, b=b: torch.mm(a, w.t(), out=b),
                 lambda _, b=b, out=out: torch.mm(b, w, out=out),
@@ -180,11 +184,11 @@ def sweep_feed_forward(samples: int) -> None:
         "ds.T h": lambda i: x.t() @ u[i % 3],
     }
     for name, product in products.items():
-        print(f"    product {name}: {median_ms(product, samples):.4f} ms", flush=True)
+        print(f"    product {name}: {device_ms(product, samples):.4f} ms", flush=True)
 
 
 def sweep_small(samples: int) -> None:
-    """Tiles of the gate and the rotation."""
+    """Tiles of the gate."""
     a = [torch.randn(8192, 8192, device="cuda").to(BF16) for _ in range(3)]
     plain = tiles_of((1024, 2048, 4096, 8192), (2, 4, 8))
     sweep_tiles("gated", gate.TILES, "forward", plain, lambda i: gate._forward(a[i % 3], a[(i + 1) % 3], 0), samples)
@@ -196,25 +200,27 @@ def sweep_small(samples: int) -> None:
         lambda i: gate._backward(*(a[(i + j) % 3] for j in range(3)), 0, False),
         samples,
     )
-    q, dq = (torch.randn(8, 2048, 32, 128, device="cuda").to(BF16).transpose(1, 2) for _ in range(2))
-    k = torch.randn(8, 2048, 8, 128, device="cuda").to(BF16).transpose(1, 2)
-    cos, sin, w = (
-        torch.randn(2048, 64, device="cuda"),
-        torch.randn(2048, 64, device="cuda"),
-        torch.ones(128, device="cuda"),
-    )
-    sweep_tiles(
-        "rope", rotary.TILES, "rotate", plain, lambda _: rotary._rotate(q, k, cos, sin, None, 0.0, 1.0), samples
-    )
-    choices = tiles_of((1024, 2048, 4096), (4, 8), (2, 4, 8))
-    sweep_tiles(
-        "rope",
-        rotary.TILES,
-        "norm_backward",
-        choices,
-        lambda _: rotary._norm_backward(dq, q, w, cos, sin, 1e-6),
-        samples,
-    )
+
+
+def sweep_rotation(samples: int) -> None:
+    """Tiles of the rotation, with QK-norm, forward and backward."""
+
+    def draw(heads: int) -> Tensor:
+        return torch.randn(8, 2048, heads, 128, device="cuda").to(BF16).transpose(1, 2)
+
+    q, dq, k, dk = ([draw(heads) for _ in range(2)] for heads in (32, 32, 8, 8))
+    cos, sin = torch.randn(2048, 64, device="cuda"), torch.randn(2048, 64, device="cuda")
+    w = (torch.ones(128, device="cuda").to(BF16), torch.ones(128, device="cuda").to(BF16))
+
+    def forward(i: int) -> object:
+        return rotary._rotate(q[i % 2], k[i % 2], cos, sin, w, 1e-6, 1.0)
+
+    def backward(i: int) -> object:
+        return rotary._norm_backward(dq[i % 2], dk[i % 2], q[i % 2], k[i % 2], w, cos, sin, 1e-6)
+
+    sweep_tiles("rope", rotary.TILES, "rotate", tiles_of((1024, 2048, 4096), (2, 4, 8)), forward, samples)
+    choices = tiles_of((2048, 4096), (4, 8), (1, 2, 3, 4, 6), (1, 2, 3))
+    sweep_tiles("rope", rotary.TILES, "norm_backward", choices, backward, samples)
 
 
 SWEEPS: dict[str, Callable[[int], None]] = {
@@ -224,4 +230,5 @@ SWEEPS: dict[str, Callable[[int], None]] = {
     "conv_bn_relu": sweep_batch_norm,
     "feed_forward": sweep_feed_forward,
     "gating": sweep_small,
+    "rotation": sweep_rotation,
 }

@@ -1,12 +1,16 @@
 """Timing, checking and inputs for the kernels' benchmark and its tuning sweeps.
 
-Times are CUDA-event times of single calls, enqueued behind a sleep kernel so that launch overhead stays out for all
-contestants alike (`called_ms`: it stays in).
+Two times of each contestant, both medians of a CUDA-event pair around every single call, inputs rotated past the L2:
+
+- as called: calls issued one after the other from Python, as a user's loop does. What the host needs longer than the
+  device is in it. These are the figures without suffix.
+- device (`_device`): calls enqueued behind a sleep kernel, so that the device never waits for the host.
 """
 
 from __future__ import annotations
 
 import statistics
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -48,58 +52,88 @@ class Report:
             flush=True,
         )
 
-    def faster(self, metric: str, ours: float, peers: dict[str, float | None]) -> None:
-        """Ratio of the quickest peer's time to ours; None if no peer ran."""
+    def faster(self, metric: str, ours: Timing, peers: dict[str, Timing | None]) -> None:
+        """Ratio of the quickest peer's time to ours, as called and on the device; None if no peer ran."""
         ran = {k: v for k, v in peers.items() if v is not None}
-        best = min(ran, key=lambda k: ran[k]) if ran else None
-        ratio = ran[best] / ours if best else None
-        self.add(metric, ours, "ms", best or "none", ran[best] if best else None, ratio, peers=peers)
+        for suffix, pick in DEFINITIONS.items():
+            value = pick(ours)
+            times = {k: pick(v) for k, v in ran.items()}
+            best = min(times, key=lambda k: times[k]) if times else None
+            peer = times[best] if best else None
+            self.add(metric + suffix, value, "ms", best or "none", peer, peer / value if peer else None, peers=times)
 
-    def of_copy(self, metric: str, ms: float, size: int) -> None:
-        """Achieved share of the copy ceiling, from the fewest bytes the kernel must move."""
-        gbs = size / ms / 1e6
-        self.add(metric, gbs, "GB/s", "device copy", self.copy_gbs, gbs / self.copy_gbs, ms=ms)
+    def of_copy(self, metric: str, ours: Timing, size: int) -> None:
+        """Achieved share of the copy ceiling, from the fewest bytes the kernel must move; both times."""
+        for suffix, pick in DEFINITIONS.items():
+            gbs = size / pick(ours) / 1e6
+            self.add(metric + suffix, gbs, "GB/s", "device copy", self.copy_gbs, gbs / self.copy_gbs, ms=pick(ours))
 
 
-def median_ms(call: Call, samples: int, batch: int = 10) -> float:
+@dataclass(frozen=True)
+class Timing:
+    """Medians in ms of one contestant by both definitions, see the module."""
+
+    called: float
+    device: float
+
+
+DEFINITIONS: dict[str, Callable[[Timing], float]] = {"": lambda t: t.called, "_device": lambda t: t.device}
+
+
+def device_ms(call: Call, samples: int, batch: int = 10) -> float:
     """Median time of `call(i)` in ms; each batch of calls waits behind a sleep kernel until all are enqueued."""
     for i in range(3):
         call(i)
-    times = []
+    times: list[float] = []
     while len(times) < samples:
-        pairs = []
         torch.cuda.synchronize()
         torch.cuda._sleep(30_000_000)
-        for i in range(batch):
-            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            begin.record()
-            call(i)
-            end.record()
-            pairs.append((begin, end))
-        torch.cuda.synchronize()
-        times += [begin.elapsed_time(end) for begin, end in pairs]
+        times += _elapsed(call, batch)
     return statistics.median(times)
 
 
 def called_ms(call: Call, samples: int) -> float:
-    """Median time of a call as issued from Python, launch overhead included."""
-    for i in range(3):
+    """Median time of a call as issued from Python, whatever the host needs longer than the device included."""
+    for i in range(10):
         call(i)
+    torch.cuda.synchronize()
+    return statistics.median(_elapsed(call, samples))
+
+
+def _elapsed(call: Call, count: int) -> list[float]:
     pairs = []
-    for i in range(samples):
+    for i in range(count):
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         begin.record()
         call(i)
         end.record()
         pairs.append((begin, end))
     torch.cuda.synchronize()
-    return statistics.median(begin.elapsed_time(end) for begin, end in pairs)
+    return [begin.elapsed_time(end) for begin, end in pairs]
 
 
-def attempt(name: str, call: Call, samples: int) -> float | None:
-    """Median time of a peer, or None with the reason printed if it fails."""
+def timing(call: Call, samples: int) -> Timing:
+    """Both times of a call."""
+    return Timing(called_ms(call, samples), device_ms(call, samples))
+
+
+def host_us(call: Call, samples: int) -> float:
+    """Median host time of a call in us, from its start to its return, the device idle before each."""
+    for i in range(10):
+        call(i)
+    times = []
+    for i in range(samples):
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        call(i)
+        times.append((time.perf_counter() - begin) * 1e6)
+    return statistics.median(times)
+
+
+def attempt(name: str, call: Call, samples: int) -> Timing | None:
+    """Both times of a peer, or None with the reason printed if it fails."""
     try:
-        return median_ms(call, samples)
+        return timing(call, samples)
     except Exception as error:
         print(f"  peer {name} failed: {type(error).__name__}: {str(error)[:300]}", flush=True)
         return None

@@ -14,6 +14,7 @@ from costlab.kernels.fused import linear_cross_entropy as module
 from costlab.kernels.fused.launch import Tile
 from costlab.kernels.fused.linear_cross_entropy import (
     chunk_rows,
+    chunks,
     linear_cross_entropy,
     linear_cross_entropy_reference,
 )
@@ -32,7 +33,7 @@ def targets(device: torch.device) -> Tensor:
 
 @pytest.mark.parametrize("dtype", list(TOLERANCES))
 @pytest.mark.parametrize(("reduction", "z_weight"), [("mean", 0.0), ("mean", 1e-2), ("sum", 1e-3)])
-@pytest.mark.parametrize("block", [64, 8192])
+@pytest.mark.parametrize("block", [64, 8192])  # several blocks a row, the row in one
 def test_against_all_logits(
     draw: Draw,
     agree: Agree,
@@ -139,3 +140,24 @@ def test_chunks_are_bounded(tokens: int, vocab: int, itemsize: int) -> None:
     assert rows % 128 == 0 and rows >= 128
     assert rows <= module.MIN_CHUNK or rows * vocab * itemsize <= module.BUFFER_BYTES
     assert rows < tokens + 128 or tokens == 0
+
+
+@given(st.integers(0, 50_000), st.integers(1000, 200_000), st.sampled_from([64, 2048, 8192]))
+def test_chunks_cover_all_tokens_in_the_memory_of_the_first(tokens: int, vocab: int, width: int) -> None:
+    first = chunk_rows(tokens, vocab, 2)
+    sizes = chunks(tokens, vocab, width, first)
+    assert sum(sizes) == tokens and all(0 < s <= first for s in sizes)
+    assert all(s >= min(module.MIN_CHUNK, first) for s in sizes[:-1])
+    budget = first * (vocab + width)
+    for i, size in enumerate(sizes):
+        assert size <= module.MIN_CHUNK or sum(sizes[:i]) * width + size * (vocab + width) <= budget
+
+
+def test_tokens_that_do_not_fill_the_last_chunk(draw: Draw, agree: Agree, targets: Tensor) -> None:
+    agree(
+        lambda x, w, t: linear_cross_entropy(x, w, t, rows=17),
+        linear_cross_entropy_reference,
+        [draw(2, 20, 36), draw(101, 36)],
+        (targets,),
+        1e-5,
+    )

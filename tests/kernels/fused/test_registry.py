@@ -47,7 +47,7 @@ def built(name: str, device: torch.device) -> tuple[nn.Module, Any, Any]:
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
-        ("llama", {"add_norm": 4, "rms_norm": 9, "rope": 4, "gated_linear": 4}),
+        ("llama", {"add_norm": 4, "norm_linear": 8, "rms_norm": 9, "rope": 4, "gated_linear": 4}),
         ("gpt2", {"add_norm": 2}),
         ("resnet", {"batch_norm_relu": 5}),
     ],
@@ -83,7 +83,7 @@ def test_equal_blocks_share_one_class(device: torch.device) -> None:
     before = type(model.layers[0])
     registry.apply(model)
     assert len({type(layer) for layer in model.layers}) == 1 and isinstance(model.layers[0], before)
-    assert registry.restore(model) == 4 * 5 + 1 and type(model.layers[0]) is before
+    assert registry.restore(model) == 4 * (5 + 5) + 1 and type(model.layers[0]) is before
 
 
 def test_copies_and_hooks_survive(device: torch.device) -> None:

@@ -20,6 +20,7 @@ from costlab.kernels.fused import (
     rope,
 )
 from costlab.kernels.fused.launch import INTERPRETED
+from costlab.kernels.fused.op import FusedOp
 from costlab.probes.workloads import llama
 from costlab.probes.workloads.base import WorkloadContext
 
@@ -65,6 +66,7 @@ NAMES = [
 @pytest.mark.parametrize("name", NAMES)
 def test_op_is_well_registered(draw: Draw, name: str) -> None:
     op, args = arguments(draw, name)
+    op = op.op if isinstance(op, FusedOp) else op
     torch.library.opcheck(op, args, test_utils=("test_schema", "test_autograd_registration", "test_faketensor"))
 
 
