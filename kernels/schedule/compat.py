@@ -1,13 +1,15 @@
-"""The torch names that moved, were renamed or are private, in one place. Tried on torch 2.13.0."""
+"""The torch names that moved, were renamed or are private, in one place. Tried on torch 2.11.0 and 2.13.0."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd import profiler as _profiler
 from torch.distributed import ProcessGroup
 from torch.distributed import distributed_c10d as c10d
 
@@ -51,6 +53,26 @@ def all_gather_flat(output: Tensor, source: Tensor, group: ProcessGroup) -> Any:
     """All-gather into a flat tensor, asynchronous; named all_gather_single from torch 2.13 on."""
     call = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     return call(output, source, group=group, async_op=True)
+
+
+def all_reduce_call(group: ProcessGroup) -> Callable[[Tensor], None]:
+    """The group's own sum on the current stream, without the argument checks of `dist.all_reduce`."""
+    options = dist.AllreduceOptions()
+    options.reduceOp = dist.ReduceOp(dist.ReduceOp.SUM)
+    if hasattr(options, "asyncOp"):  # a call that its stream waits for needs no stream of its own
+        options.asyncOp = False
+
+    def call(flat: Tensor) -> None:
+        work = group.allreduce([flat], options)
+        if work is not None:
+            work.wait()
+
+    return call
+
+
+def profiling() -> bool:
+    """Whether a profiler records, so that annotations are worth their time; True where torch does not tell."""
+    return bool(getattr(_profiler, "_is_profiler_enabled", True))
 
 
 def new_groups(

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal, NamedTuple
@@ -93,6 +93,8 @@ class CostModel:
         self.library = library
         self.memory = memory
         self._pipelines: dict[Plan, Pipeline] = {}
+        self._trips: dict[tuple[Plan, int, bool], _Trip] = {}
+        self._lanes = fabric.lanes
 
     def seconds(self, plan: Plan, nbytes: int) -> float:
         """Predicted seconds of an all-reduce of `nbytes` by `plan`.
@@ -131,13 +133,20 @@ class CostModel:
         loads = _Loads()
         alternatives = []
         for channel, times in self._distinct(plan.channels).items():
-            order = visit(plan, self.fabric.layout(), channel)
-            routes = [self.fabric.route(a, b) for a, b in pairwise([*order, order[0]])]
-            for route in routes:
-                loads.add(route, turns * share * times / plan.channels)
-            alternatives += [_ring_path(routes, host, share), *_repeated(routes, host, share, turns)]
-        alpha = max(r.alpha for r in routes)
+            trip = self._trip(plan, channel, ring=True)
+            loads.merge(trip.loads, turns * share * times / plan.channels)
+            alternatives += [_ring_path(trip.ways, host, share), *_repeated(trip.ways, host, share, turns)]
+        alpha = max(way.alpha for way in trip.ways)
         return Pipeline(_NOTHING, tuple(alternatives), tuple(alternatives), loads.busiest(), alpha + host)
+
+    def _trip(self, plan: Plan, channel: int, *, ring: bool) -> _Trip:
+        """A channel's way over all ranks: once around a ring, or up and down a chain."""
+        key = (Plan("ring", order=plan.order), channel, ring)
+        if key not in self._trips:
+            order = visit(plan, self.fabric.layout(), channel)
+            edges = list(pairwise([*order, order[0]] if ring else order))
+            self._trips[key] = _travel(self.fabric.route(*e) for e in (edges if ring else _both(edges)))
+        return self._trips[key]
 
     def _distinct(self, channels: int) -> dict[int, int]:
         """Channels that differ in their paths, and how many are alike: they repeat after a segment's length."""
@@ -152,13 +161,10 @@ class CostModel:
         first: list[Affine] = []
         stages: list[Affine] = []
         for channel, times in self._distinct(plan.channels).items():
-            order = visit(plan, self.fabric.layout(), channel)
-            edges = list(pairwise(order))
-            both = [self.fabric.route(*e) for e in [*edges, *((b, a) for a, b in edges)]]
-            for route in both:
-                loads.add(route, times / plan.channels)
-            first.append(_sum(_hop(r, host, 1.0) for r in both))
-            stages += _repeated(both, host, 1.0, 1)
+            trip = self._trip(plan, channel, ring=False)
+            loads.merge(trip.loads, times / plan.channels)
+            first.append(_sum(trip.ways, host, 1.0))
+            stages += _repeated(trip.ways, host, 1.0, 1)
         return Pipeline(_NOTHING, tuple(first), tuple(stages), loads.busiest())
 
     def _segmented(self, plan: Plan) -> Pipeline:
@@ -169,14 +175,14 @@ class CostModel:
             return Pipeline(_twice(inside), (), (inside,), loads.busiest())
         order = plan.order or tuple(range(len(self.fabric.segments)))
         ring = plan.schedule == "two-level"
-        k, share = len(order), 1 / self.fabric.lanes
+        k, share = len(order), 1 / self._lanes
         between = _Loads()
-        routed = [self._lane(lane, order, ring) for lane in range(self.fabric.lanes)]
-        for route in (r for routes in routed for r in routes):
-            between.add(route, 2 * (k - 1) / k * share if ring else share)
+        trips = [self._lane(lane, order, ring) for lane in range(self._lanes)]
+        for trip in trips:
+            between.merge(trip.loads, 2 * (k - 1) / k * share if ring else share)
         loads.merge(between)
         make = self._ring_between if ring else self._chain_between
-        first, stages = make(routed, between.busiest().seconds_per_byte, k, share)
+        first, stages = make(trips[0].ways, between.busiest().seconds_per_byte, k, share)
         return Pipeline(_twice(inside), first, (inside, *stages), loads.busiest())
 
     def _inside(self, loads: _Loads) -> Affine:
@@ -189,33 +195,33 @@ class CostModel:
             routes = [self.fabric.route(a, b) for a, b in pairwise([*segment.ranks, segment.ranks[0]])]
             for route in routes:
                 loads.add(route, 2 * (size - 1) / size)
-            hop = _hop(routes[0], self.fabric.step, 1 / self.fabric.lanes)
+            hop = _hop(_way(routes[0]), self.fabric.step, 1 / self._lanes)
             slowest = _larger(slowest, Affine((size - 1) * hop.constant, (size - 1) * hop.slope))
         return slowest
 
-    def _lane(self, lane: int, order: tuple[int, ...], ring: bool) -> list[Route]:
+    def _lane(self, lane: int, order: tuple[int, ...], ring: bool) -> _Trip:
         ranks = [self.fabric.segments[s].ranks[lane] for s in order]
         edges = list(pairwise([*ranks, ranks[0]] if ring else ranks))
-        return [self.fabric.route(*e) for e in (edges if ring else [*edges, *((b, a) for a, b in edges)])]
+        return _travel(self.fabric.route(*e) for e in (edges if ring else _both(edges)))
 
     def _ring_between(
-        self, routed: list[list[Route]], held: float, k: int, share: float
+        self, ways: _Ways, held: float, k: int, share: float
     ) -> tuple[tuple[Affine, ...], tuple[Affine, ...]]:
         """A lane's ring runs one chunk at a time: its latency path, or the bytes of all lanes over shared NICs."""
         host, turns = self.fabric.step, 2 * (k - 1)
-        alpha = max(r.alpha for r in routed[0])
-        rows = [_ring_path(routed[0], host, share / k), *_repeated(routed[0], host, share / k, turns)]
+        alpha = max(way.alpha for way in ways)
+        rows = [_ring_path(ways, host, share / k), *_repeated(ways, host, share / k, turns)]
         alternatives = (*rows, Affine(host + alpha, held))
         return alternatives, alternatives
 
     def _chain_between(
-        self, routed: list[list[Route]], held: float, k: int, share: float
+        self, ways: _Ways, held: float, k: int, share: float
     ) -> tuple[tuple[Affine, ...], tuple[Affine, ...]]:
         """The first chunk passes every link twice, after the other lanes' where they share NICs."""
-        path = _sum(_hop(r, self.fabric.step, share) for r in routed[0])
-        slowest = max(_hop(r, 0.0, share).slope for r in routed[0])
+        path = _sum(ways, self.fabric.step, share)
+        slowest = max(_hop(way, 0.0, share).slope for way in ways)
         waits = max(0.0, held - (1 if k == 2 or self.fabric.wiring == "line" else 2) * slowest)
-        return (Affine(path.constant, path.slope + waits),), tuple(_repeated(routed[0], self.fabric.step, share, 1))
+        return (Affine(path.constant, path.slope + waits),), tuple(_repeated(ways, self.fabric.step, share, 1))
 
     # ------------------------------------------------------------------ others'
 
@@ -299,11 +305,11 @@ class _Loads:
             seconds, have = self.rows[resource]
             self.rows[resource] = (seconds + moved / bandwidth, have + moved)
 
-    def merge(self, other: _Loads) -> None:
-        """Add another's loads."""
+    def merge(self, other: _Loads, times: float = 1.0) -> None:
+        """Add another's loads, `times` as often."""
         for resource, (seconds, moved) in other.rows.items():
             have = self.rows[resource]
-            self.rows[resource] = (have[0] + seconds, have[1] + moved)
+            self.rows[resource] = (have[0] + times * seconds, have[1] + times * moved)
 
     def busiest(self) -> Load:
         """The resource held longest; nothing moves without one."""
@@ -313,28 +319,59 @@ class _Loads:
         return Load(resource, seconds, moved)
 
 
-def _hop(route: Route, host: float, share: float) -> Affine:
+class _Way(NamedTuple):
+    """What a message over a route takes: latency, and the bandwidth of the slowest resource."""
+
+    alpha: float
+    bandwidth: float
+
+
+_Ways = Counter[_Way]  # thousands of edges differ in a few ways only
+
+
+class _Trip(NamedTuple):
+    ways: _Ways
+    loads: _Loads  # of one byte carried over every edge
+
+
+def _way(route: Route) -> _Way:
+    return _Way(route.alpha, min([b for _, b in route.hops]))
+
+
+def _travel(routes: Iterable[Route]) -> _Trip:
+    trip = _Trip(Counter(), _Loads())
+    for route in routes:
+        trip.ways[_way(route)] += 1
+        trip.loads.add(route, 1.0)
+    return trip
+
+
+def _both(edges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    return [*edges, *((b, a) for a, b in edges)]
+
+
+def _hop(way: _Way, host: float, share: float) -> Affine:
     """One message of `share` of a chunk over a route."""
-    return Affine(route.alpha + host, share / min(b for _, b in route.hops))
+    return Affine(way.alpha + host, share / way.bandwidth)
 
 
-def _ring_path(routes: list[Route], host: float, share: float) -> Affine:
+def _ring_path(ways: _Ways, host: float, share: float) -> Affine:
     """One slice's way twice around the ring but for its cheapest edge."""
-    rows = [_hop(r, host, share) for r in routes]
-    cheapest = min(rows)
-    total = _sum(rows)
+    cheapest = min(_hop(way, host, share) for way in ways)
+    total = _sum(ways, host, share)
     return Affine(2 * (total.constant - cheapest.constant), 2 * (total.slope - cheapest.slope))
 
 
-def _repeated(routes: list[Route], host: float, share: float, turns: int) -> list[Affine]:
+def _repeated(ways: _Ways, host: float, share: float, turns: int) -> list[Affine]:
     """`turns` messages in a row over each edge; latency hides behind the next message."""
-    rows = {_hop(r._replace(alpha=0.0), host, share) for r in routes}
+    rows = {_hop(way._replace(alpha=0.0), host, share) for way in ways}
     return [Affine(turns * row.constant, turns * row.slope) for row in rows]
 
 
-def _sum(rows: Iterable[Affine]) -> Affine:
-    constants, slopes = zip(*rows, strict=True)
-    return Affine(sum(constants), sum(slopes))
+def _sum(ways: _Ways, host: float, share: float) -> Affine:
+    """One message over every edge, one edge after the other."""
+    rows = [(_hop(way, host, share), count) for way, count in ways.items()]
+    return Affine(sum(row.constant * n for row, n in rows), sum(row.slope * n for row, n in rows))
 
 
 def _twice(row: Affine) -> Affine:

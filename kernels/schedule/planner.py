@@ -53,8 +53,8 @@ class Choice:
     """The planner's answer for one size.
 
     Attributes:
-        best: the fastest candidate.
-        candidates: the best of each schedule, fastest first.
+        best: the fastest candidate, or the library's own all-reduce where nothing is faster by more than ALIKE.
+        candidates: the best of each schedule, `best` first, then the fastest first.
         bound: seconds that no all-reduce without in-network reduction can beat.
         sentence: the reason, with numbers.
     """
@@ -84,6 +84,7 @@ class Planner:
         schedules: which may be used; all that the fabric allows if None. Symmetric memory must be asked for.
         measured: curves of plans measured on this very fabric.
         memory: bytes/s of a device copy, for the symmetric-memory schedules.
+        simulated_ranks: up to so many ranks, candidates are simulated instead of reckoned.
     """
 
     def __init__(
@@ -93,8 +94,10 @@ class Planner:
         schedules: Sequence[Schedule] | None = None,
         measured: Mapping[Plan, Curve] | None = None,
         memory: float | None = None,
+        simulated_ranks: int = SIMULATED_RANKS,
     ) -> None:
         self.fabric = fabric
+        self.simulated_ranks = simulated_ranks
         self.model = CostModel(fabric, library, memory)
         self.schedules: Sequence[Schedule] = tuple(schedules) if schedules else ALL_BUT_SYMMETRIC
         self.measured = {plan: sorted(curve) for plan, curve in (measured or {}).items() if curve}
@@ -103,7 +106,7 @@ class Planner:
     def choose(self, nbytes: int) -> Choice:
         """The fastest candidate for a message of `nbytes`, with its reason."""
         rows = self._measured(nbytes) if self.measured else self._predicted(nbytes)
-        ranked = tuple(sorted(rows, key=lambda c: c.seconds))
+        ranked = _preferring_the_library(sorted(rows, key=lambda c: c.seconds))
         bound = self.model.bound(nbytes)
         return Choice(nbytes, ranked[0], ranked, bound, self._explain(nbytes, ranked, bound))
 
@@ -119,7 +122,8 @@ class Planner:
 
     def _measured(self, nbytes: int) -> list[Candidate]:
         best: dict[str, Candidate] = {}
-        for plan, curve in self.measured.items():
+        covering = {p: c for p, c in self.measured.items() if c[0][0] <= nbytes <= c[-1][0]}
+        for plan, curve in (covering or self.measured).items():
             candidate = Candidate(plan, interpolate(curve, nbytes), "measured")
             if plan.schedule not in best or candidate.seconds < best[plan.schedule].seconds:
                 best[plan.schedule] = candidate
@@ -131,7 +135,7 @@ class Planner:
 
     def _best(self, schedule: Schedule, plans: Sequence[Plan], nbytes: int) -> Candidate:
         timed = [(self.model.seconds(p, nbytes), p) for p in plans]
-        small = 1 < self.fabric.world_size <= SIMULATED_RANKS
+        small = 1 < self.fabric.world_size <= self.simulated_ranks
         if schedule not in OWN or not small or nbytes == 0:
             seconds, plan = _sparing(timed)
             return Candidate(plan, seconds, "modelled")
@@ -186,6 +190,13 @@ def _sparing(timed: Sequence[tuple[float, Plan]]) -> tuple[float, Plan]:
     """
     limit = min(seconds for seconds, _ in timed) * (1 + ALIKE)
     return min((row for row in timed if row[0] <= limit), key=lambda row: (row[1].chunks, row[0]))
+
+
+def _preferring_the_library(ranked: Sequence[Candidate]) -> tuple[Candidate, ...]:
+    """A gain within the noise of its measurement is none; measured candidates only: a formula has no noise."""
+    limit = ranked[0].seconds * (1 + ALIKE)
+    own = [c for c in ranked if c.plan.schedule == "backend" and c.source == "measured" and c.seconds <= limit]
+    return (*own, *(c for c in ranked if c not in own))
 
 
 def _ratio(seconds: float, best: float) -> str:

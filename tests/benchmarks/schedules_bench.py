@@ -1,33 +1,39 @@
-"""Planned all-reduces against the library's own on the GPUs of one host; two or more, under four minutes on two H200.
+"""Planned all-reduces against the library's own on the GPUs of one host; two or more, about a minute on two H200.
 
-    python tests/benchmarks/schedules_bench.py [--ranks 2] [--quick] [--output FOLDER]
+    python tests/benchmarks/schedules_bench.py [--ranks 2] [--quick] [--out FILE.json] [--limit 110]
 
 Every available plan is timed first; from those curves the planner chooses; choice and library are then timed again in
-turn, so that picking the fastest of noisy samples does not flatter the choice. Also: CUDA graphs, a DDP step with the
-hook, gradients against stock, and a peer that does not come. NVLink multicast stays off for both sides. Without GPUs
-it runs on gloo at small sizes, to test the script. Writes schedules.json.
+turn, so that picking the fastest of noisy samples does not flatter the choice. Also: a DDP step with the hook and its
+gradients against stock, CUDA graphs, and a peer that does not come. NVLink multicast stays off for both sides. Without
+GPUs it runs on gloo at small sizes, to test the script. The file is written after every section; a section that fails
+or hangs is named in it, and the sections after it are run by new processes.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import platform
+import signal
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 os.environ["NCCL_NVLS_ENABLE"] = "0"
 os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # not there under PYTHONSAFEPATH
 
 import torch
 import torch.distributed as dist
-from common import RESULTS, result, save
+from common import RESULTS, result
 from torch import Tensor, nn
 
 from costlab.kernels.schedule.communicator import Communicator
@@ -43,6 +49,7 @@ CPU_SIZES = [64 << 10, MIB, 4 * MIB]
 NAMED = {MIB: "allreduce_vs_nccl_1mb", 64 * MIB: "allreduce_vs_nccl_64mb"}
 NOMINAL = Link(3.4e-6, 370e9)  # only names the fabric: every choice is made from measured curves
 STUCK = 5.0  # seconds before a missing peer counts as a time-out
+Rows = list[dict[str, Any]]
 
 
 class Bench:
@@ -53,6 +60,8 @@ class Bench:
         self.cuda = torch.cuda.is_available() and torch.cuda.device_count() >= self.world
         self.device = torch.device("cuda", self.rank) if self.cuda else torch.device("cpu")
         self.samples = options.samples
+        self.out: Path = options.out
+        self.planner: Planner
         if self.cuda:
             torch.cuda.set_device(self.device)
             dist.init_process_group("nccl", device_id=self.device, timeout=timedelta(seconds=120))
@@ -64,6 +73,13 @@ class Bench:
         self.sizes = GPU_SIZES if self.cuda and not options.quick else CPU_SIZES
         self.dtype = torch.bfloat16 if self.cuda else torch.float32
         self.refused: dict[str, str] = {}
+        self.control = dist.new_group(backend="gloo", timeout=timedelta(seconds=60)) if self.cuda else dist.group.WORLD
+
+    def agree(self, error: str) -> str:
+        """The errors of all ranks in one line; empty if none had any. Raises if a rank does not come."""
+        found: list[Any] = [None] * self.world
+        dist.all_gather_object(found, error, group=self.control)
+        return "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(found) if text)
 
     def plans(self, nbytes: int) -> list[Plan]:
         """What may run at this size; receive buffers of rings stay below 32 MiB a channel."""
@@ -71,6 +87,7 @@ class Bench:
         rows = [Plan("backend"), Plan("two-level", inside="backend")]
         rows += [Plan("ring", chunks=chunks), Plan("ring", chunks=2 * chunks, channels=2)]
         rows += [Plan("two-shot")] + ([Plan("one-shot")] if nbytes <= 16 * MIB else [])
+        rows += [Plan("two-shot", chunks=c) for c in (2, 4, 8) if nbytes // c >= 2 * MIB]
         return [p for p in rows if p.schedule not in self.refused]
 
     def tensor(self, nbytes: int) -> Tensor:
@@ -80,17 +97,19 @@ class Bench:
         return torch.randint(-4, 5, (numel,), device=self.device, generator=generator).to(self.dtype)
 
     def check(self, plan: Plan, nbytes: int) -> None:
-        """The plan's result equals the library's; raises if not, notes schedules that refuse."""
-        tensor = self.tensor(nbytes)
-        expected = tensor.clone()
+        """The plan's result equals the library's, twice; raises if not, notes schedules that refuse."""
+        source = self.tensor(nbytes)
+        expected = source.clone()
         dist.all_reduce(expected)
-        try:
-            self.comm.all_reduce(tensor, plan)
-        except ScheduleRefused as error:
-            self.refused[plan.schedule] = str(error)
-            return
-        if not torch.equal(tensor, expected):
-            raise AssertionError(f"{plan} gave a wrong sum at {size_text(nbytes)}")
+        for _ in range(2):  # a repeated call takes another way through the communicator
+            tensor = source.clone()
+            try:
+                self.comm.all_reduce(tensor, plan)
+            except ScheduleRefused as error:
+                self.refused[plan.schedule] = str(error)
+                return
+            if not torch.equal(tensor, expected):
+                raise AssertionError(f"{plan} gave a wrong sum at {size_text(nbytes)}")
 
     def seconds(self, call: Callable[[], object], nbytes: int) -> float:
         """Median over samples of the slowest rank's time a call, several calls in a row where they are short."""
@@ -136,14 +155,22 @@ class Bench:
                 rows.setdefault(plan, []).append((nbytes, took))
         return rows
 
-    def duel(self, plan: Plan, nbytes: int) -> tuple[float, float]:
-        """The plan and the library's call in turn: seconds of each."""
+    def duel(self, ours: Callable[[], object], theirs: Callable[[], object], nbytes: int) -> tuple[float, float]:
+        """Two calls in turn, starting with the other one each time: median seconds of each, of the slowest rank."""
+        inner = 20 if nbytes <= 16 * MIB and self.cuda else 1
+        taken: list[list[float]] = [[], []]
+        for number in range(3 * self.samples + 2):
+            for which in (0, 1) if number % 2 else (1, 0):
+                self.meet()
+                taken[which].append(self.once((ours, theirs)[which], inner))
+        rows = torch.tensor([t[2:] for t in taken], dtype=torch.float64, device=self.device)
+        dist.all_reduce(rows, dist.ReduceOp.MAX)
+        return statistics.median(rows[0].tolist()), statistics.median(rows[1].tolist())
+
+    def versus(self, plan: Plan, nbytes: int) -> tuple[float, float]:
+        """Seconds of the plan and of the library's call."""
         tensor = torch.zeros_like(self.tensor(nbytes))
-        ours, theirs = [], []
-        for _ in range(3):
-            ours.append(self.seconds(lambda: self.comm.all_reduce(tensor, plan), nbytes))
-            theirs.append(self.seconds(lambda: dist.all_reduce(tensor), nbytes))
-        return statistics.median(ours), statistics.median(theirs)
+        return self.duel(lambda: self.comm.all_reduce(tensor, plan), lambda: dist.all_reduce(tensor), nbytes)
 
     def graphs(self, plan: Plan, nbytes: int) -> tuple[float, float]:
         """Replays of a captured all-reduce, the plan's and the library's; the plan's result is checked."""
@@ -162,7 +189,7 @@ class Bench:
             raise AssertionError(f"{plan} gave a wrong sum in a CUDA graph")
         mine.zero_()
         theirs.zero_()
-        return self.seconds(replays[0].replay, nbytes), self.seconds(replays[1].replay, nbytes)
+        return self.duel(replays[0].replay, replays[1].replay, nbytes)
 
     def captured(self, call: Callable[[], object]) -> torch.cuda.CUDAGraph:
         side = torch.cuda.Stream()
@@ -173,7 +200,7 @@ class Bench:
         torch.cuda.current_stream().wait_stream(side)
         self.meet()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # NCCL's watchdog queries events meanwhile
             call()
         return graph
 
@@ -201,17 +228,8 @@ class Bench:
             step(model)
             step(model)
         differ, same = self.gradients(models[1], models[0])
-        nbytes = 64 * MIB
-        stock, planned = [], []
-        for _ in range(3):
-            stock.append(self.seconds(lambda: step(models[0]), nbytes))
-            planned.append(self.seconds(lambda: step(models[1]), nbytes))
-        return {
-            "stock": statistics.median(stock),
-            "planned": statistics.median(planned),
-            "difference": differ,
-            "same_bits": same,
-        }
+        planned, stock = self.duel(lambda: step(models[1]), lambda: step(models[0]), 64 * MIB)
+        return {"stock": stock, "planned": planned, "difference": differ, "same_bits": same}
 
     def gradients(self, ours: nn.Module, stock: nn.Module) -> tuple[float, bool]:
         """Largest difference in units of the reduction-order bound 2 (n+1) u max|g|, and equality over ranks."""
@@ -249,22 +267,43 @@ class Bench:
             return time.perf_counter() - start, f"{type(error).__name__}: {error}"
 
 
-def measure(bench: Bench) -> list[dict[str, Any]]:
-    """All measurements; rows are complete on every rank, rank 0 writes them."""
-    planner = Planner(uniform(1, bench.world, NOMINAL, NOMINAL), measured=bench.curves())
+def curves(bench: Bench) -> Rows:
+    """Times every plan; kept for the sections after, also those of new processes. Rows: none."""
+    found = bench.curves()
+    document = read(bench.out)
+    document["curves"] = [{"plan": asdict(p), "points": curve} for p, curve in found.items()]
+    document["environment"] = environment(bench)
+    if bench.rank == 0:
+        write(bench.out, document)
+    bench.planner = planner_of(bench, document)
+    return []
+
+
+def planner_of(bench: Bench, document: dict[str, Any]) -> Planner:
+    """Chooses from the measured curves in the file."""
+    measured = {}
+    for row in document["curves"]:
+        plan = Plan(**{**row["plan"], "order": tuple(row["plan"]["order"])})
+        measured[plan] = [(int(size), float(took)) for size, took in row["points"]]
+    return Planner(uniform(1, bench.world, NOMINAL, NOMINAL), measured=measured)
+
+
+def choices(bench: Bench) -> Rows:
+    """The planner's choice against the library at every size."""
     rows, ratios = [], []
     for nbytes in bench.sizes:
-        choice = planner.choose(nbytes)
-        ours, theirs = bench.duel(choice.plan, nbytes)
+        choice = bench.planner.choose(nbytes)
+        bench.check(choice.plan, nbytes)
+        ours, theirs = bench.versus(choice.plan, nbytes)
         ratios.append(theirs / ours)
         shared = {"peer": bench.library, "peer_value": theirs * 1e6, "ratio": theirs / ours, "n": 3 * bench.samples}
         more = {"plan": choice.best.describe(), "candidates_us": candidates(choice)}
         name = NAMED.get(nbytes, f"allreduce_{size_text(nbytes).replace(' ', '_')}")
         rows.append(result(name, ours * 1e6, "us", **shared, **more))
-    rows.insert(0, result("allreduce_vs_nccl_worst", min(ratios), "x, worst size", n=len(ratios), peer=bench.library))
-    if bench.cuda:
-        rows += graph_rows(bench, planner)
-    return rows + ddp_rows(bench, planner)
+    worst = result(
+        "allreduce_vs_nccl_worst", min(ratios), "x, worst size", n=len(ratios), peer=bench.library, ratio=min(ratios)
+    )
+    return [worst, *rows]
 
 
 def candidates(choice: Any) -> dict[str, float]:
@@ -272,22 +311,25 @@ def candidates(choice: Any) -> dict[str, float]:
     return {c.describe(): round(c.seconds * 1e6, 2) for c in choice.candidates}
 
 
-def graph_rows(bench: Bench, planner: Planner) -> list[dict[str, Any]]:
+def graphs(bench: Bench) -> Rows:
     """Captured all-reduces at a small, a middle and a large size."""
+    if not bench.cuda:
+        return []
     rows = []
     for nbytes in (256 << 10, 4 * MIB, 64 * MIB):
-        plan = planner.choose(nbytes).plan
-        for chosen in {plan, Plan("ring")}:
+        plan = bench.planner.choose(nbytes).plan
+        for chosen in dict.fromkeys([plan, Plan("ring")]):
+            bench.check(chosen, nbytes)  # groups and buffers must exist before a capture
             ours, theirs = bench.graphs(chosen, nbytes)
             name = f"allreduce_cuda_graph_{chosen.schedule}_{size_text(nbytes).replace(' ', '_')}"
             shared = {"peer": f"{bench.library}, captured", "peer_value": theirs * 1e6, "ratio": theirs / ours}
-            rows.append(result(name, ours * 1e6, "us", n=bench.samples, **shared))
+            rows.append(result(name, ours * 1e6, "us", n=3 * bench.samples, **shared))
     return rows
 
 
-def ddp_rows(bench: Bench, planner: Planner) -> list[dict[str, Any]]:
+def ddp(bench: Bench) -> Rows:
     """A DDP step and its gradients."""
-    got = bench.ddp(planner)
+    got = bench.ddp(bench.planner)
     ours, stock = got["planned"] * 1e3, got["stock"] * 1e3
     shared = {"peer": "DDP's own all-reduce", "peer_value": stock, "ratio": stock / ours}
     return [
@@ -295,6 +337,22 @@ def ddp_rows(bench: Bench, planner: Planner) -> list[dict[str, Any]]:
         result("ddp_gradient_difference", float(got["difference"]), "of the reduction-order bound", n=1),
         result("ddp_gradients_same_bits_on_all_ranks", float(got["same_bits"]), "1 = yes", n=1),
     ]
+
+
+def missing(bench: Bench) -> Rows:
+    """How long a missing peer goes unnoticed."""
+    noticed, text = bench.missing_peer()
+    shared = {"peer": "time-out asked for", "peer_value": STUCK, "error": text}
+    return [result("missing_peer_noticed", noticed, "s", n=1, **shared)]
+
+
+SECTIONS: dict[str, Callable[[Bench], Rows]] = {
+    "curves": curves,
+    "choices": choices,
+    "ddp": ddp,
+    "graphs": graphs,
+    "missing": missing,  # leaves a collective without its peer, so nothing can follow it
+}
 
 
 def environment(bench: Bench) -> dict[str, Any]:
@@ -317,24 +375,91 @@ def environment(bench: Bench) -> dict[str, Any]:
     return rows
 
 
+def read(path: Path) -> dict[str, Any]:
+    """The result file so far."""
+    if path.exists():
+        loaded: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        return loaded
+    return {"environment": {}, "results": [], "sections": {}, "curves": []}
+
+
+def write(path: Path, document: dict[str, Any]) -> None:
+    """Replace it whole: the other ranks read it at any time."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    fresh = path.with_suffix(".part")
+    fresh.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    fresh.replace(path)
+
+
 def worker(options: argparse.Namespace) -> int:
-    """One rank."""
+    """One rank: the sections that the file does not name yet."""
     bench = Bench(options)
-    rows = measure(bench)
-    facts = environment(bench)
-    noticed, text = bench.missing_peer()
-    if bench.rank == 0:
-        rows.append(
-            result("missing_peer_noticed", noticed, "s", n=1, peer="time-out asked for", peer_value=STUCK, error=text)
-        )
-        for row in rows:
-            print(
-                f"{row['metric']:44} {row['value']:12.4g} {row['unit']:10} ratio {row['ratio']} {row.get('plan', '')}"
-            )
-        print(text)
-        print(save("schedules", facts, rows, options.output))
+    document = read(bench.out)
+    bench.agree("")  # all have read it before the first rank writes
+    if document["curves"]:
+        bench.planner = planner_of(bench, document)
+    for name in [s for s in SECTIONS if s not in document["sections"]]:
+        if bench.rank == 0:
+            write(bench.out, {**document, "sections": {**document["sections"], name: "did not end"}})
+        started = time.perf_counter()
+        rows, error = attempt(SECTIONS[name], bench)
+        error = error if name == "missing" else bench.agree(error)
+        document = read(bench.out)
+        document["sections"][name] = error or f"ok, {time.perf_counter() - started:.1f} s"
+        document["results"] += [{**r, "command": "python tests/benchmarks/schedules_bench.py"} for r in rows]
+        if bench.rank == 0:
+            write(bench.out, document)
+            print(f"[{name}] {document['sections'][name]}", flush=True)
+        if error:
+            break  # the device may be in any state: new processes do the rest
+        if name != "missing":
+            bench.agree("")  # the file holds this section before anyone reads it for the next
     sys.stdout.flush()
-    os._exit(0)  # the last test left a collective without its peer, which an orderly shutdown would wait for
+    sys.stderr.flush()
+    os._exit(0)  # an orderly shutdown would wait for the collective that was left without its peer
+
+
+def attempt(section: Callable[[Bench], Rows], bench: Bench) -> tuple[Rows, str]:
+    """The section's rows, or its error."""
+    try:
+        return section(bench), ""
+    except Exception as error:
+        text = f"{type(error).__name__}: {' '.join(str(error).split())}"[:400]
+        print(f"rank {bench.rank}: {text}", file=sys.stderr, flush=True)
+        return [], text
+
+
+def launch(options: argparse.Namespace) -> int:
+    """Start the ranks, again while sections are left, and print what was found."""
+    options.out.unlink(missing_ok=True)
+    deadline = time.monotonic() + options.limit
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={options.ranks}"]
+    command = [sys.executable, *launcher, str(Path(__file__).resolve()), *sys.argv[1:]]
+    for _ in SECTIONS:
+        left = deadline - time.monotonic()
+        if left < 5 or set(SECTIONS) <= set(read(options.out)["sections"]):
+            break
+        done_before = len(read(options.out)["sections"])
+        process = subprocess.Popen(command, start_new_session=True)
+        try:
+            process.wait(left)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        if len(read(options.out)["sections"]) == done_before:
+            break  # the ranks do not even start
+    return show(read(options.out), options.out)
+
+
+def show(document: dict[str, Any], out: Path) -> int:
+    """A table on stdout; 0 if every section ended well."""
+    for row in document["results"]:
+        ratio = "" if row["ratio"] is None else f"{row['ratio']:.3f}"
+        print(f"{row['metric']:44} {row['value']:12.4g} {row['unit']:10} ratio {ratio:8} {row.get('plan', '')}")
+    for name in SECTIONS:
+        print(f"section {name:10} {document['sections'].get(name, 'not reached')}")
+    print(out)
+    return int(not all(document["sections"].get(s, "").startswith("ok") for s in SECTIONS))
 
 
 def main() -> int:
@@ -343,12 +468,11 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, default=max(2, torch.cuda.device_count()))
     parser.add_argument("--quick", action="store_true", help="small sizes only")
     parser.add_argument("--samples", type=int, default=10)
-    parser.add_argument("--output", type=Path, default=RESULTS, help="folder for schedules.json")
+    parser.add_argument("--limit", type=float, default=110.0, help="seconds for everything")
+    parser.add_argument("--out", type=Path, default=RESULTS / "schedules.json", help="file to write")
     options = parser.parse_args()
-    if "RANK" in os.environ:
-        return worker(options)
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={options.ranks}"]
-    os.execv(sys.executable, [sys.executable, *launcher, str(Path(__file__).resolve()), *sys.argv[1:]])
+    options.out = options.out.resolve()
+    return worker(options) if "RANK" in os.environ else launch(options)
 
 
 if __name__ == "__main__":

@@ -12,12 +12,13 @@ SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "schedules_bench.p
 
 
 def test_it_runs_on_gloo(tmp_path: Path) -> None:
-    command = [sys.executable, str(SCRIPT), "--ranks", "2", "--quick", "--samples", "1", "--output", str(tmp_path)]
+    out = tmp_path / "schedules.json"
+    command = [sys.executable, str(SCRIPT), "--ranks", "2", "--quick", "--samples", "1", "--out", str(out)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     environment.pop("RANK", None)
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=150, check=False)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    document = json.loads((tmp_path / "schedules.json").read_text())
+    document = json.loads(out.read_text())
     rows = {row["metric"]: row for row in document["results"]}
     assert {"allreduce_vs_nccl_worst", "allreduce_vs_nccl_1mb", "ddp_step_planned"} <= set(rows)
     assert rows["ddp_gradient_difference"]["value"] <= 1

@@ -113,3 +113,11 @@ def test_words() -> None:
     assert [size_text(n) for n in (12, 2048, 5 * MIB, 3 << 30)] == ["12 B", "2 KiB", "5 MiB", "3 GiB"]
     assert resource_text(("tx", 3, 1)) == "NIC 1 of segment 3"
     assert resource_text(None) == "no link"
+
+
+@pytest.mark.parametrize(("ours", "chosen"), [(0.98e-4, "backend"), (0.9e-4, "two-shot"), (1.2e-4, "backend")])
+def test_a_measured_gain_within_the_noise_leaves_the_library_in_place(ours: float, chosen: str) -> None:
+    curves = {Plan("backend"): [(MIB, 1e-4)], Plan("two-shot"): [(MIB, ours)]}
+    choice = Planner(uniform(1, 2, NVLINK, NDR), measured=curves).choose(MIB)
+    assert choice.plan.schedule == choice.best.plan.schedule == choice.candidates[0].plan.schedule == chosen
+    assert {c.plan.schedule for c in choice.candidates} == {"backend", "two-shot"}
