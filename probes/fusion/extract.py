@@ -144,10 +144,29 @@ def matmul_flops(packet: str, node: torch.fx.Node) -> int:
     return 2 * _numel(value) * _hint(operands[0][-1])
 
 
+def attention_flops(packet: str, node: torch.fx.Node) -> int:
+    """Operations of `_scaled_dot_product_*` and its backward, [batch, heads, tokens, width] operands; 0 for others.
+
+    Forward Q K^T and P V; backward those of Q K^T again and of the four gradients. Keys and values may have fewer heads
+    than queries, which torch 2.11's own formula refuses; a causal mask is not taken off, as there.
+    """
+    backward = packet.endswith("_backward")
+    operands = node.args[1:4] if backward else node.args[:3]
+    values = [a.meta.get("val") for a in operands if isinstance(a, torch.fx.Node)]
+    shapes = [[_hint(s) for s in v.shape] for v in values if isinstance(v, torch.Tensor) and v.dim() == 4]
+    if len(shapes) != 3:
+        return 0
+    (batch, heads, rows, width), (_, _, columns, _), (_, _, _, width_out) = shapes
+    depth = 3 * width + 2 * width_out if backward else width + width_out
+    return 2 * batch * heads * rows * columns * depth
+
+
 def _flops(node: torch.fx.Node, packet: str) -> int:
     """Floating point operations of a library call; 0 where torch has no formula."""
     if packet in _MATMULS:
         return matmul_flops(packet, node)
+    if packet.startswith("_scaled_dot_product") and (flops := attention_flops(packet, node)):
+        return flops
     if "conv" not in packet and "attention" not in packet:
         return 0
     from torch._inductor.fx_utils import count_flops_fx

@@ -29,6 +29,7 @@ import torch
 from costlab.probes.fusion import extract, fqn
 from costlab.probes.fusion.facts import GraphFacts, Rejection
 from costlab.probes.fusion.model import FusionTrace, GraphBreak
+from costlab.probes.fusion.sources import Sources
 from costlab.probes.fusion.trace import build
 
 T = TypeVar("T")
@@ -113,6 +114,7 @@ class FusionCollector:
         self._breaks_before = 0
         self._unimplemented_before: dict[str, int] = {}
         self._codes = _forward_codes(model)
+        self._sources = Sources()
         self._compile_seconds = 0.0
         self._compile_started = 0.0
         self._hook_seconds = 0.0
@@ -154,6 +156,8 @@ class FusionCollector:
         self._replace(owner, "codegen", self._codegen(owner.codegen))
         self._replace(scheduler.WhyNoFuse, "__call__", self._why(scheduler.WhyNoFuse.__call__))
         self._patch_provenance()
+        self._guarded("sources", self._watch_sources)
+        self._guarded("mix-order reductions", self._watch_mix_order)
         self._guarded("callbacks", self._watch_compiles)
         from torch._dynamo import utils
 
@@ -175,6 +179,67 @@ class FusionCollector:
             ours = isinstance(name, str) and name.startswith("torch._inductor")
             if ours and getattr(module, "__dict__", {}).get(_PROVENANCE) is original:
                 self._replace(module, _PROVENANCE, wrapper)
+
+    def _watch_sources(self) -> None:
+        """Keep what is written for every kernel; a torch without this method shows kernels without their source."""
+        from torch._inductor.codegen import wrapper
+
+        owner = wrapper.PythonWrapperCodegen
+        original = owner.__dict__["define_kernel"]
+
+        @functools.wraps(original)
+        def define_kernel(code: Any, kernel_name: str, kernel_body: str, *args: Any, **kwargs: Any) -> Any:
+            live = getattr(self._local, "live", None)
+            if live is not None:
+                facts = live.facts
+                self._guarded("source", self._sources.add, kernel_name, facts.phase, facts.compile_id, kernel_body)
+            return original(code, kernel_name, kernel_body, *args, **kwargs)
+
+        self._replace(owner, "define_kernel", define_kernel)
+
+    def _watch_mix_order(self) -> None:
+        """Name the kernel of two reductions over different axes: its code generation tells nobody."""
+        from torch._inductor.codegen import simd, triton
+
+        original = simd.SIMDScheduling.__dict__.get("codegen_mix_order_reduction")
+        define = triton.TritonScheduling.__dict__.get("define_kernel")
+        if original is None or define is None:  # a torch without such kernels
+            return
+        self._replace(simd.SIMDScheduling, "codegen_mix_order_reduction", self._mix_order(original))
+        self._replace(triton.TritonScheduling, "define_kernel", self._defined(define))
+
+    def _mix_order(self, original: Any) -> Any:
+        local = self._local
+
+        @functools.wraps(original)
+        def codegen(backend: Any, node: Any) -> Any:
+            live = getattr(local, "live", None)
+            if live is None:
+                return original(backend, node)
+            at, local.defined = len(live.facts.calls), []
+            operations = tuple(n.get_name() for n in node.get_nodes())
+            try:
+                return original(backend, node)
+            finally:
+                heard = {name for name, _ in live.facts.calls[at:]}
+                fresh = [(name, operations) for name in local.defined if name not in heard]
+                live.facts.calls[at:at] = fresh[:1]  # the first is the kernel itself, later ones its epilogues
+                local.defined = None
+
+        return codegen
+
+    def _defined(self, original: Any) -> Any:
+        local = self._local
+
+        @functools.wraps(original)
+        def define_kernel(*args: Any, **kwargs: Any) -> Any:
+            name = original(*args, **kwargs)
+            defined = getattr(local, "defined", None)
+            if defined is not None:
+                defined.append(name)
+            return name
+
+        return define_kernel
 
     def _watch_compiles(self) -> None:
         """Time the outermost compiles."""
@@ -385,6 +450,7 @@ class FusionCollector:
             self.errors["graphs whose schedule was not seen to the end"] = unfinished
         if not self._graphs:
             result.note = "no graph was compiled while the collector was open (nothing compiled, or compiled before)"
+        result.sources = self._sources.kept
         result.errors = dict(self.errors)
         result.hook_seconds = self._hook_seconds
         result.compile_seconds = self._compile_seconds

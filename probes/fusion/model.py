@@ -113,6 +113,18 @@ class AntiPattern:
 
 
 @dataclass(slots=True)
+class KernelSource:
+    """Source that Inductor generated for a kernel."""
+
+    name: str  # as the span's
+    phase: str
+    compile_id: str
+    language: str  # triton | cpp
+    text: str
+    cut: bool = False  # longer than what is kept
+
+
+@dataclass(slots=True)
 class FusionTrace:
     """Everything the collector saw while a model compiled."""
 
@@ -125,3 +137,4 @@ class FusionTrace:
     breaks: list[GraphBreak] = field(default_factory=list)
     antipatterns: list[AntiPattern] = field(default_factory=list)
     module_types: dict[str, str] = field(default_factory=dict)  # FQN -> class, where a graph named it
+    sources: list[KernelSource] = field(default_factory=list)
