@@ -2,14 +2,14 @@
 
 A NUMA node is taken from PCI, else from NVML's memory affinity, else from NCCL's topology file; -1 is no node, and on
 any doubt nothing is bound. NCCL's threads inherit the binding, unless NCCL rebinds them (NCCL_IGNORE_CPU_AFFINITY=1).
-Torch-free but for `cuda_bus_id`.
+Torch-free but for `cuda_bus_id` and `pinned_gbps`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -42,6 +42,7 @@ NOTHING_TO_GAIN = "one NUMA node: nothing to gain"
 UNTOLD = "the system does not say where the GPU sits (numa_node is -1): nothing is bound"
 MOST_ELSEWHERE = 0.05  # share of fresh pages on other nodes from which a memory binding has not worked
 LARGEST_FILE = 8 << 20
+_COPIED = 64 << 20
 
 
 @dataclass
@@ -96,6 +97,8 @@ def check_in(
     placement = plan(
         mode, gpu, near, root, topo_file if topo_file is not None else os.environ.get("NCCL_TOPO_FILE", "")
     )
+    if not placement.why:
+        _fresh(placement, "fresh pages elsewhere, unbound", root)
     if mode == "bind" and not placement.why:
         bind(placement, root)
     placement.say("result", placement.sentence)
@@ -258,13 +261,56 @@ def bind(placement: Placement, root: Path = ROOT) -> None:
         placement.say("memory", f"not bound: {error}")
         return
     placement.bound_memory = True
-    elsewhere = numa.share_elsewhere(numa.probe_pages(root), placement.node)
-    placement.say(
-        "fresh pages elsewhere", "not known" if elsewhere is None else f"{100 * elsewhere:.1f} %", "numa_maps"
-    )
+    elsewhere = _fresh(placement, "fresh pages elsewhere", root)
     if elsewhere is not None and elsewhere > MOST_ELSEWHERE:
         release(placement)
         placement.why = f"{100 * elsewhere:.0f} % of fresh pages went to other nodes than {placement.node}: undone"
+
+
+def _fresh(placement: Placement, name: str, root: Path) -> float | None:
+    """Touch some memory and tell what part of it lies on other nodes than the GPU's."""
+    assert placement.node is not None
+    elsewhere = numa.share_elsewhere(numa.probe_pages(root), placement.node)
+    placement.say(name, "not known" if elsewhere is None else f"{100 * elsewhere:.1f} %", "numa_maps")
+    return elsewhere
+
+
+def compare_host_memory(placement: Placement, gbps: Callable[[int], float], root: Path = ROOT) -> None:
+    """Tell what the GPU's copies from its own node's memory and from the other nodes' reach, as `gbps` measures them.
+
+    Nothing on one node, on doubt about the GPU's, or where the kernel refuses to place memory (which is told).
+    """
+    permitted = allowed("Mems_allowed_list", root)
+    nodes = [n.index for n in numa_nodes(root) if n.memory and (permitted is None or n.index in permitted)]
+    if placement.node not in nodes or len(nodes) < 2 or placement.mode == "off":
+        return
+    for node in nodes:
+        where = "own" if node == placement.node else "another"
+        try:
+            with numa.memory_on(node):
+                placement.say(f"host to device from {where} node {node}", f"{gbps(node):.1f} GB/s", "pinned copy")
+        except numa.NumaRefused as error:
+            placement.say("host to device by node", f"not measured: {error}")
+            return
+
+
+def pinned_gbps(device: torch.device) -> float:
+    """Median of five copies of 64 MiB of pinned memory, which lies where the thread's policy says, to the device."""
+    import statistics
+
+    import torch
+
+    host = torch.ones(_COPIED, dtype=torch.uint8).pin_memory()
+    into = torch.empty(_COPIED, dtype=torch.uint8, device=device)
+    times = []
+    for _ in range(6):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        into.copy_(host, non_blocking=True)
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) / 1e3)
+    return float(_COPIED / statistics.median(times[1:]) / 1e9)
 
 
 def _threads() -> list[int]:

@@ -1,9 +1,11 @@
 """Checkpoint saves and loads through torch.distributed.checkpoint while training steps run.
 
 For every configuration: control steps, a copy of the state, the save, and steps until the files are durable; then
-the checkpoint is loaded into fresh tensors and compared bit by bit with that copy. A save's cost is the stall: the
-time its call blocked training plus what the steps around it took longer than the median control step. Every save
-gets a fresh folder. A configuration that fails is a row with a note, never an abort, and all ranks agree on it.
+the checkpoint is loaded into fresh tensors and compared with that copy, bit by bit or, for a lossy save, against the
+bound that its file states. A save's cost is the stall: the time its call blocked training plus what the steps around it
+took longer than the median control step. Where steps can be repeated, training also resumes from what costlab's own
+engine restored, and its losses are set beside those of the training that went on. Every save gets a fresh folder. A
+configuration that fails is a row with a note, never an abort, and all ranks agree on it.
 """
 
 from __future__ import annotations
@@ -11,21 +13,27 @@ from __future__ import annotations
 import os
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import wait
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal
 
 from costlab.probes import checkpoint_state as states
-from costlab.probes.checkpoint_modes import Pending, Saver, Sync, savers
+from costlab.probes.checkpoint_attempt import attempt as _attempt
+from costlab.probes.checkpoint_attempt import words as _words
+from costlab.probes.checkpoint_engine import Ceilings, Engine, ceilings_of, stage_rows
+from costlab.probes.checkpoint_modes import Pending, Saver, Sync
+from costlab.probes.checkpoint_resume import AFTER, Moment, Repeatable, horizon
+from costlab.probes.checkpoint_room import device_room as _device_room
+from costlab.probes.checkpoint_room import free_disk as _free_disk
+from costlab.probes.checkpoint_room import host_available as _host_available
+from costlab.probes.checkpoint_savers import savers
 from costlab.probes.checkpoint_state import Snapshot, Tree
-from costlab.probes.machine import memory_limit
 from costlab.probes.peers import Peers, end_group, new_cpu_group
-from costlab.probes.records import CheckpointRow, StepRow
-from costlab.probes.sources import scrub
+from costlab.probes.records import CheckpointCodecRow, CheckpointRow, CheckpointStageRow, ResumeRow, StepRow
 from costlab.probes.stall import stall
 
 if TYPE_CHECKING:
@@ -34,7 +42,6 @@ if TYPE_CHECKING:
 
 Emit = Callable[[str, int, int], None]
 Role = Literal["control", "save_sync", "save_async", "warmup"]
-T = TypeVar("T")
 
 LEAST_STEPS = 3
 FASTEST_DISK = 4e9  # bytes/s; a state that takes longer than the budget even at this rate is not tried
@@ -42,6 +49,17 @@ DISK_RESERVE = 1 << 30
 GRACE_S = 20.0  # how long a save may take beyond the budget before it is given up
 LOAD_OVERRUN_S = 15.0  # how far the first load may exceed the budget: an unchecked save is worth little
 MOST_PARTS = 64
+
+
+@dataclass
+class Measured:
+    """All rows of the phase."""
+
+    rows: list[CheckpointRow] = field(default_factory=list)
+    steps: list[StepRow] = field(default_factory=list)
+    stages: list[CheckpointStageRow] = field(default_factory=list)
+    codecs: list[CheckpointCodecRow] = field(default_factory=list)
+    resumed: list[ResumeRow] = field(default_factory=list)
 
 
 def measure(
@@ -56,13 +74,17 @@ def measure(
     steps: int,
     emit: Emit,
     budget_s: float = 60.0,
-    configurations: list[Saver] | None = None,
-) -> tuple[list[CheckpointRow], list[StepRow]]:
+    configurations: Sequence[Saver] | None = None,
+    repeatable: Repeatable | None = None,
+    copy_gbps: float | None = None,
+) -> Measured:
     """Measure every configuration that fits into `budget_s`; called by all ranks alike.
 
-    `run_step` runs one full training step and returns its milliseconds, the device synchronised. `directory` must
-    be seen by all ranks; what is written there is removed again. Training state is the same afterwards as if only
-    the steps had run.
+    `run_step` runs one full training step and returns its milliseconds, the device synchronised at its end; it does not
+    wait for the device before its clock starts. `directory` must be seen by all ranks; what is written there is
+    removed again. Training state is the same afterwards as if only the steps had run. `repeatable` lets steps run
+    again from an earlier moment; without it no training is resumed. `copy_gbps` is what the device copies within its
+    memory, read and write.
     """
     group = new_cpu_group(GRACE_S + budget_s)
     peers = Peers(group)
@@ -70,16 +92,18 @@ def measure(
     existed = directory.exists()
     peers.all(True)  # every rank has looked before the first one makes it
     directory.mkdir(parents=True, exist_ok=True)
-    session = _Session(model, optimizer, run_step, directory, rank, world, device, steps, emit, budget_s, peers)
+    session = _Session(
+        model, optimizer, run_step, directory, rank, world, device, steps, emit, budget_s, peers, repeatable, copy_gbps
+    )
     try:
-        session.run(savers(device) if configurations is None else configurations)
+        session.run(savers(device, world) if configurations is None else configurations)
     finally:
         for save in session.saves if owner else ():
             save.remove()
         if owner and not existed and not any(directory.iterdir()):
             directory.rmdir()
     end_group(group)
-    return session.rows, session.step_rows
+    return session.found
 
 
 @dataclass
@@ -90,6 +114,7 @@ class _Save:
     folder: Path
     reference: Snapshot | None  # what the checkpoint must hold
     window: list[float] = field(default_factory=list)
+    moment: Moment | None = None
 
     @property
     def scratch(self) -> Path:
@@ -115,19 +140,29 @@ class _Session:
     emit: Emit
     budget_s: float
     peers: Peers
-    rows: list[CheckpointRow] = field(default_factory=list)
-    step_rows: list[StepRow] = field(default_factory=list)
+    repeatable: Repeatable | None = None
+    copy_gbps: float | None = None
+    found: Measured = field(default_factory=Measured)
     saves: list[_Save] = field(default_factory=list)
     control: list[float] = field(default_factory=list)
+    losses: dict[int, float] = field(default_factory=dict)  # of the training that went on, by its step
+    ceilings: Ceilings = field(default_factory=Ceilings)
     started: float = field(default_factory=time.perf_counter)
 
-    def run(self, configurations: list[Saver]) -> None:
+    @property
+    def rows(self) -> list[CheckpointRow]:
+        """One per operation so far."""
+        return self.found.rows
+
+    def run(self, configurations: Sequence[Saver]) -> None:
         """Measure one configuration after the other, then work out the stalls from all control steps."""
         token = int(self.peers.max(time.time_ns() // 1000 if self.rank == 0 else 0))
         for index, saver in enumerate(configurations):
             if reason := self._why_not(saver):
                 self._row(saver.name, "save", ok=False, note=f"not run: {reason}")
                 continue
+            if isinstance(saver, Engine) and not self.ceilings.disk:
+                self._measure_ceilings()
             self._control()
             self._measure(saver, self.directory / f"{token}-{index:02d}-{saver.name.replace(':', '-')}")
         if any(s.window for s in self.saves):
@@ -136,9 +171,23 @@ class _Session:
             self._fill_stall(save)
         self._name_best()
 
+    def _measure_ceilings(self) -> None:
+        folder = self.directory / f"ceilings-{self.rank}"
+        size = int(states.local_bytes(states.training_state(self.model, self.optimizer)))
+        self.peers.all(True)  # all write at the same time, as in a save
+        found, problem = _attempt(lambda: ceilings_of(folder, size, self.device))
+        self.ceilings = found or Ceilings(disk=f"not measured: {problem}")
+        shutil.rmtree(folder, ignore_errors=True)
+        self.peers.all(True)
+
     def _measure(self, saver: Saver, folder: Path) -> None:
         save = self._save(saver, folder)
+        if isinstance(saver, Engine):
+            self.found.codecs += saver.errors.rows if saver.errors else []
         if save.row.ok:
+            if isinstance(saver, Engine):
+                saver.describe(save.row)
+                self.found.stages += stage_rows(saver, self.rank, self.ceilings, self.copy_gbps)
             checked = any(r.op == "load" and r.ok for r in self.rows)
             late = self._too_late("load", 0.0 if checked else LOAD_OVERRUN_S)
             if late:
@@ -214,7 +263,10 @@ class _Session:
     def _step(self, role: Role) -> float:
         start_ns = time.time_ns()
         ms = self.run_step()
-        self.step_rows.append(StepRow(rank=self.rank, step=len(self.step_rows), role=role, ms=ms, start_ns=start_ns))
+        steps = self.found.steps
+        steps.append(StepRow(rank=self.rank, step=len(steps), role=role, ms=ms, start_ns=start_ns))
+        if self.repeatable is not None:
+            self.losses[self.repeatable.index - 1] = self.repeatable.loss()
         return ms
 
     def _control(self) -> None:
@@ -234,12 +286,14 @@ class _Session:
         state = states.training_state(self.model, self.optimizer)
         reference, where = self._reference(state)
         save = _Save(self._row(saver.name, "save", ok=True), folder, reference)
+        save.row.lossy = saver.lossy
         self.saves.append(save)
         group = new_cpu_group(GRACE_S + self.budget_s)
         self.emit(f"checkpoint {saver.name}: prepare", 0, 1)
         note, problem = _attempt(partial(saver.prepare, state, save.scratch, group))
         if self._agree(save.row, problem):
             _note(save.row, note or "")
+            save.moment = Moment.now(self.repeatable, self.device) if self.repeatable else None
             self._run_save(saver, save, group)
         if save.row.ok:
             end_group(group)  # after a failure a thread may still wait in it
@@ -250,8 +304,8 @@ class _Session:
         _settle(self.device)
         self.peers.all(True)
         began = time.perf_counter()
+        # Not synchronised here: copies on a side stream may run on behind the next step, whose end waits for them.
         pending, problem = _attempt(lambda: self._start(saver, save, group))
-        _settle(self.device)
         save.row.blocked_ms = (time.perf_counter() - began) * 1e3
         ended: list[float] = []
         if pending is not None and pending.done is not None:
@@ -263,7 +317,7 @@ class _Session:
             return
         end = ended[0] if ended else None
         save.row.total_ms = save.row.blocked_ms if end is None else (end - began) * 1e3
-        save.row.bytes = _written(save.folder, self.rank)
+        save.row.bytes = saver.written(save.folder, self.rank)
 
     def _start(self, saver: Saver, save: _Save, group: Any) -> Pending:
         state = states.training_state(self.model, self.optimizer)
@@ -321,6 +375,7 @@ class _Session:
 
     def _load(self, saver: Saver, save: _Save) -> None:
         row = self._row(saver.name, "load", ok=True, note="files in the page cache")
+        row.lossy = saver.lossy
         state = states.training_state(self.model, self.optimizer)
         held = self.peers.max(states.local_bytes(state))
         parts = int(held // (0.8 * max(self.peers.min(_device_room(self.device)), 1.0))) + 1
@@ -337,19 +392,29 @@ class _Session:
             if not self._agree(row, problem):
                 return
             target = made or {}
-            ms, problem = self._timed(partial(self._read, target, save.folder))
+            ms, problem = self._timed(partial(saver.read, target, save.folder, self.peers.group))
             if not self._agree(row, problem):
                 return
             total += ms
             if save.reference is not None:
-                reference = save.reference.part(paths)
-                wrong += self._unexplained(row, reference.differences(target), reference, target)
+                wrong += self._compared(row, saver, save.reference.part(paths), target)
         row.total_ms = row.blocked_ms = total
         row.bytes = states.local_bytes(state)
-        row.identical = None if save.reference is None else not wrong
+        if save.reference is not None:
+            row.within_bound, row.identical = (not wrong, None) if saver.lossy else (None, not wrong)
         self._note_load(row, wrong, parts)
-        if isinstance(saver, Sync) and parts == 1 and self.peers.all(row.identical is True):
+        sound = self.peers.all(row.identical is True or row.within_bound is True)
+        if isinstance(saver, Sync) and parts == 1 and sound:
             self._restore(row, state, target)
+        if isinstance(saver, Engine) and parts == 1 and sound and self.repeatable is not None:
+            save.reference = None
+            self._resume(row, save, target)
+
+    def _compared(self, row: CheckpointRow, saver: Saver, reference: Snapshot, target: Tree) -> list[states.Path]:
+        """Paths that came back otherwise than the save promised."""
+        restored = dict(states.leaves(target))
+        unkept = [p for p in reference.differences(target) if not _kept(saver, p, reference, restored)]
+        return self._unexplained(row, unkept, reference, target)
 
     def _unexplained(
         self, row: CheckpointRow, wrong: list[states.Path], reference: Snapshot, target: Tree
@@ -376,10 +441,54 @@ class _Session:
         if wrong:
             _note(row, f"{len(wrong)} values differ, first {states.dotted(wrong[0])}")
 
-    def _read(self, target: Tree, folder: Path) -> None:
-        from torch.distributed.checkpoint.state_dict_loader import load
+    # Training on from what was restored
 
-        load(target, checkpoint_id=folder, process_group=self.peers.group)
+    def _resume(self, row: CheckpointRow, save: _Save, target: Tree) -> None:
+        """Repeat steps from the restored state; training then goes on with the state and the step it had."""
+        moment, source = save.moment, self.repeatable
+        if moment is None or source is None:
+            return
+        left = self.budget_s - self.peers.max(time.perf_counter() - self.started)
+        steps = horizon(self.peers.max(median(self.control)) / 1e3, self.peers.min(left))
+        if steps < AFTER[-1]:
+            missing = ", ".join(f"+{n}" for n in AFTER if n > steps)
+            _note(row, f"resumed losses {missing} not run: they would not fit into the checkpoint budget")
+        held = self.peers.max(states.local_bytes(target))
+        if steps < 0 or 1.2 * held > self.peers.min(_device_room(self.device)):
+            _note(row, "" if steps < 0 else "training not resumed: no memory for another copy of the state")
+            return
+        while source.index <= moment.index + steps:
+            self.control.append(self._step("control"))
+        state = states.training_state(self.model, self.optimizer)
+        now, here = states.renewed(states.blank(state), state), Moment.now(source, self.device)
+        self.emit(f"resume {row.mode}", 0, steps + 1)
+        losses: list[float] = []
+        _, problem = _attempt(lambda: self._repeat(target, moment, steps, losses))
+        self._put(now, here)
+        self._step("warmup")
+        if self._agree(row, problem):
+            self.found.resumed += [
+                ResumeRow(
+                    rank=self.rank, mode=row.mode, after=n, loss=losses[n], exact_loss=self.losses[moment.index + n]
+                )
+                for n in AFTER
+                if n <= steps
+            ]
+
+    def _repeat(self, target: Tree, moment: Moment, steps: int, losses: list[float]) -> None:
+        assert self.repeatable is not None
+        self._put(target, moment)
+        for _ in range(steps + 1):
+            self.run_step()
+            losses.append(self.repeatable.loss())
+
+    def _put(self, state: Tree, moment: Moment) -> None:
+        """Make `state` the training's own, at the step and with the random numbers of `moment`."""
+        from torch.distributed.checkpoint.state_dict import set_state_dict
+
+        assert self.repeatable is not None
+        set_state_dict(self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"])
+        moment.put_back(self.repeatable, self.device)
 
     def _restore(self, row: CheckpointRow, state: Tree, target: Tree) -> None:
         """Time set_state_dict with the state that training holds now, so that it goes on unchanged."""
@@ -416,14 +525,15 @@ class _Session:
         _note(save.row, f"{len(save.window)} steps around it, {len(self.control)} control steps of {usual:.2f} ms")
 
     def _name_best(self) -> None:
-        """Mark the asynchronous save with the smallest stall on its slowest rank, unless it restored wrongly.
+        """Mark the exact asynchronous save with the smallest stall on its slowest rank, unless it restored wrongly.
 
         A configuration whose checkpoint was compared comes before one for which there was no time.
         """
         compared = {r.mode: r.ok and r.identical is not False for r in self.rows if r.op == "load"}
         found: list[tuple[bool, float, CheckpointRow]] = []
         for row in [s.row for s in self.saves]:
-            usable = row.mode.startswith("async") and row.stall_ms is not None and compared.get(row.mode, True)
+            behind = row.mode != "sync" and not row.mode.startswith("sync:") and not row.lossy
+            usable = behind and row.stall_ms is not None and compared.get(row.mode, True)
             if self.peers.all(usable):
                 found.append((row.mode not in compared, self.peers.max(row.stall_ms or 0.0), row))
         if found:
@@ -431,24 +541,10 @@ class _Session:
             best.note = "; ".join(filter(None, (f"best of {len(found)} async configurations", best.note)))
 
 
-def _attempt(work: Callable[[], T]) -> tuple[T | None, str]:
-    """The result, or None and what went wrong in one line; torch's errors come in every class."""
-    from torch.distributed.checkpoint.api import CheckpointException  # no subclass of Exception
-
-    try:
-        return work(), ""
-    except (Exception, CheckpointException) as error:
-        return None, _words(error)
-
-
-def _words(error: BaseException) -> str:
-    failures = getattr(error, "failures", None)  # CheckpointException: rank -> (exception, traceback)
-    if isinstance(failures, dict) and failures:
-        rank, wrapped = next(iter(failures.items()))
-        cause = wrapped[0] if isinstance(wrapped, tuple) else wrapped
-        return f"rank {rank}: {_words(cause)}"
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return scrub(f"{type(error).__name__}: {lines[0] if lines else 'no message'}")[:300]
+def _kept(saver: Saver, path: states.Path, reference: Snapshot, restored: dict[states.Path, Any]) -> bool:
+    """Whether a value that differs does so as its save promised."""
+    both = path in reference.values and path in restored
+    return both and saver.accepts(states.dotted(path), reference.values[path], restored[path])
 
 
 def _outcome(pending: Pending | None) -> str:
@@ -482,35 +578,5 @@ def _settle(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _device_room(device: torch.device) -> float:
-    """Bytes that could still be allocated where the model lives."""
-    import torch
-
-    if device.type != "cuda":
-        return 0.5 * _host_available()
-    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return float(torch.cuda.mem_get_info(device)[0] + cached)
-
-
-def _host_available() -> float:
-    """Bytes of host memory left: the machine's, or what a cgroup limit leaves after this host's ranks."""
-    import psutil
-
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    limit = memory_limit()
-    free = float(psutil.virtual_memory().available)
-    return free if limit is None else min(free, limit - float(psutil.Process().memory_info().rss) * ranks)
-
-
-def _free_disk(path: Path) -> float:
-    return float(shutil.disk_usage(path).free) if path.exists() else 0.0
-
-
 def _first_of_host(rank: int) -> bool:
     return int(os.environ.get("LOCAL_RANK", rank)) == 0
-
-
-def _written(folder: Path, rank: int) -> int:
-    """Bytes of this rank's files; the metadata counts for rank 0."""
-    mine = sum(f.stat().st_size for f in folder.glob(f"__{rank}_*"))
-    return mine + (sum(f.stat().st_size for f in folder.glob(".metadata")) if rank == 0 else 0)

@@ -6,7 +6,6 @@ The one place that touches DCP's stagers and its checkpoint process. Tried on to
 from __future__ import annotations
 
 import multiprocessing
-import os
 import time
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -14,7 +13,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    import torch
     import torch.distributed as dist
 
 State = dict[str, Any]
@@ -36,6 +34,7 @@ class Saver:
     name = ""
     host_copies = 0.0
     shared = False  # whether those copies lie in /dev/shm
+    lossy = False  # whether values may come back changed, within a stated bound
 
     def prepare(self, state: State, scratch: Path, group: dist.ProcessGroup | None) -> str:
         """What a training does once, before its first save; returns a note for the report. Every rank calls it."""
@@ -48,6 +47,22 @@ class Saver:
 
     def close(self) -> None:
         """Give buffers, threads and processes back."""
+
+    def written(self, folder: Path, rank: int) -> int:
+        """Bytes of this rank's files; the metadata counts for rank 0."""
+        mine = sum(f.stat().st_size for f in folder.glob(f"__{rank}_*"))
+        return mine + (sum(f.stat().st_size for f in folder.glob(".metadata")) if rank == 0 else 0)
+
+    def read(self, target: State, folder: Path, group: dist.ProcessGroup | None) -> None:
+        """Load into the tensors of `target`; every rank calls it."""
+        from torch.distributed.checkpoint.state_dict_loader import load
+
+        load(target, checkpoint_id=folder, process_group=group)
+
+    def accepts(self, name: str, saved: Any, restored: Any) -> bool:
+        """Whether a value that did not come back bit by bit came back as promised."""
+        del name, saved, restored
+        return False
 
 
 class Sync(Saver):
@@ -195,20 +210,6 @@ class Process(Staged):
             child.join(timeout=5)
             if child.is_alive():
                 child.kill()  # whoever waits for its answer then gets an error instead of hanging
-
-
-def savers(device: torch.device) -> list[Saver]:
-    """All configurations for this device: the plain one, then the promising before the slow.
-
-    `async:default` is DCP as it comes; the others write with several threads where there are CPUs, `sync` too, so
-    that what asynchrony saves is not mixed with what threads save.
-    """
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    threads = max(1, min(MOST_THREADS, len(os.sched_getaffinity(0)) // ranks))
-    default = Staged("async:default")
-    if device.type == "cuda":
-        return [Sync(threads), Pinned(threads), default, Background(True, threads), Process(True, threads)]
-    return [Sync(threads), default, Background(False, threads), Process(False, threads)]
 
 
 def _default_stager(*, pinned: bool, shared: bool, background: bool) -> Any:

@@ -22,6 +22,7 @@ from typing import IO
 import msgspec
 
 from costlab.probes import failures
+from costlab.probes.clocks import ClockReading
 from costlab.probes.records import (
     AnyEvent,
     Environment,
@@ -58,6 +59,7 @@ class Facts(msgspec.Struct, kw_only=True):
     environment: Environment
     workload: WorkloadFacts | None = None
     ranks: int = 0
+    clocks: list[ClockReading] = []
 
 
 @dataclass
@@ -300,6 +302,8 @@ class Launcher:
         facts = msgspec.json.decode(path.read_bytes(), type=Facts)
         manifest.environment, manifest.workload = facts.environment, facts.workload
         manifest.ranks = facts.ranks or manifest.ranks
+        if facts.clocks:
+            manifest.extra["clocks"] = msgspec.to_builtins(facts.clocks)
         self._save(manifest)
         return facts.workload is not None
 

@@ -6,15 +6,21 @@ and FSDP's hooks stay outside the compiled region. Also states which bytes the w
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from costlab.probes.spec import RunSpec, SpecError
+from costlab.probes.spec import RunSpec, SpecError, recompute_budget
+from costlab.probes.workloads.base import Workload
+
+_FOR_GOOD = ExitStack()  # never left: graphs are made at the first step, and again when something recompiles
+
+if TYPE_CHECKING:
+    from torch.nn.parallel import DistributedDataParallel
 
 
 @dataclass
@@ -28,6 +34,7 @@ class Wrapped:
     autocast: torch.dtype | None = None
     expected_bytes: int | None = None
     formula: str = ""
+    notes: list[str] = field(default_factory=list)  # what was decided while wrapping, for the log
 
     def forward_context(self) -> AbstractContextManager[Any]:
         """Autocast where the wrapper itself does not cast (DDP in bf16)."""
@@ -48,8 +55,8 @@ def wrap(
     missing = [b for b in blocks if b not in modules]
     if missing:
         raise SpecError(f"the workload names blocks that the model does not have: {', '.join(missing[:4])}")
-    if spec.recompute == "block":
-        _recompute(model, blocks)
+    if spec.recompute in ("block", "operator"):
+        _recompute(model, blocks, spec.recompute)
     dtype = torch.bfloat16 if spec.dtype == "bf16" else torch.float32
     options = _compile_options(spec, dynamic)
     compiled = _compile_blocks(modules, blocks, spec, options)
@@ -66,14 +73,44 @@ def wrap(
     return wrapped
 
 
-def _recompute(model: nn.Module, blocks: list[str]) -> None:
+def _recompute(model: nn.Module, blocks: list[str], granularity: str) -> None:
     """Recompute the blocks' activations in backward, without wrapper modules that would change their FQNs."""
     from costlab.kernels.recompute import Granularity, Recompute, RecomputeError, apply
 
     try:
-        apply(model, Recompute(Granularity.BLOCK, tuple(blocks)))
+        apply(model, Recompute(Granularity(granularity), tuple(blocks)))
     except RecomputeError as error:
-        raise SpecError(f"--recompute block: {error}") from error
+        raise SpecError(f"--recompute {granularity}: {error}") from error
+
+
+def set_activation_budget(workload: Workload, spec: RunSpec) -> None:
+    """Let the partitioner keep the share of activations that `spec.recompute` names, for all graphs of this process.
+
+    Call it on the unwrapped model. Costs one forward pass, to see whether it draws random numbers: SpecError if so.
+    """
+    from costlab.kernels.recompute import RecomputeError, activation_budget, random_operators
+
+    budget = recompute_budget(spec.recompute)
+    if budget is None:
+        return
+    drawn = random_operators(_Loss(workload), workload.batch(0)) if budget < 1 else []
+    try:
+        _FOR_GOOD.enter_context(activation_budget(budget, drawn))
+    except RecomputeError as error:
+        raise SpecError(f"--recompute {spec.recompute}: {error}") from error
+
+
+class _Loss(nn.Module):
+    """A workload's forward pass as a module."""
+
+    def __init__(self, workload: Workload) -> None:
+        super().__init__()
+        self.model = workload.model
+        self._loss = workload.loss
+
+    def forward(self, batch: Any) -> Tensor:
+        """The loss, a scalar."""
+        return self._loss(self.model, batch)
 
 
 def _compile_options(spec: RunSpec, dynamic: bool | None) -> dict[str, Any]:
@@ -102,12 +139,41 @@ def _ddp(wrapped: Wrapped, spec: RunSpec, dtype: torch.dtype, device: torch.devi
     ids = [device.index] if device.type == "cuda" else None
     ddp = DistributedDataParallel(wrapped.base, device_ids=ids, gradient_as_bucket_view=True)
     wrapped.model = ddp
+    _compress_gradients(ddp, spec, device)
+    if spec.schedule != "stock" and dist.get_world_size() > 1:
+        from costlab.probes.schedule import planned_ddp
+
+        wrapped.notes += planned_ddp(ddp, spec, device)
     gradients = sum(p.numel() * p.element_size() for p in wrapped.base.parameters() if p.requires_grad)
     buffers = sum(b.numel() * b.element_size() for b in ddp.modules_buffers) if ddp.broadcast_buffers else 0
     wrapped.expected_bytes = gradients + buffers
     wrapped.formula = "gradients in the parameters' dtype, all-reduced once" + (
         "; buffers broadcast once" if buffers else ""
     )
+    if spec.grad_compression in ("bf16", "fp16"):
+        wrapped.expected_bytes = gradients // 2 + buffers
+        wrapped.formula = wrapped.formula.replace("the parameters' dtype", spec.grad_compression)
+    elif spec.grad_compression == "powersgd":
+        wrapped.expected_bytes, wrapped.formula = None, ""  # factors of matrices, whole gradients of vectors
+
+
+def _compress_gradients(ddp: DistributedDataParallel, spec: RunSpec, device: torch.device) -> None:
+    """Register DDP's hook of that name. PowerSGD of rank 1, from the third step on: it needs two whole ones before.
+
+    Only NCCL has bf16 reductions, and only there do the collectives that PowerSGD chains in callbacks come in the same
+    order on all ranks: with gloo they meet those of other buckets, and the process aborts.
+    """
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+    from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as power
+
+    if spec.grad_compression in ("bf16", "powersgd") and device.type != "cuda":
+        raise SpecError(f"--grad-compression {spec.grad_compression} needs GPUs with NCCL; on CPU there is fp16")
+    if spec.grad_compression == "powersgd":
+        state = power.PowerSGDState(process_group=None, matrix_approximation_rank=1, start_powerSGD_iter=2)
+        ddp.register_comm_hook(state, power.powerSGD_hook)
+    elif spec.grad_compression != "none":
+        hook = {"bf16": default_hooks.bf16_compress_hook, "fp16": default_hooks.fp16_compress_hook}
+        ddp.register_comm_hook(None, hook[spec.grad_compression])
 
 
 def _shard(wrapped: Wrapped, spec: RunSpec, dtype: torch.dtype, device: torch.device) -> None:
@@ -121,14 +187,23 @@ def _shard(wrapped: Wrapped, spec: RunSpec, dtype: torch.dtype, device: torch.de
         shard = spec.shard_size or max(1, world // 2)
         if world % shard:
             raise SpecError(f"--shard-size {shard} does not divide {world} ranks")
-        kwargs["mesh"] = init_device_mesh(device.type, (world // shard, shard), mesh_dim_names=("replicate", "shard"))
+        mesh = init_device_mesh(device.type, (world // shard, shard), mesh_dim_names=("replicate", "shard"))
+        kwargs["mesh"] = mesh
     if spec.dtype == "bf16":
         kwargs["mp_policy"] = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     size = 2 if spec.dtype == "bf16" else 4
-    wrapped.expected_bytes, wrapped.formula = _sharded_bytes(wrapped, shard, world, size)
+    wrapped.expected_bytes, wrapped.formula = _sharded_bytes(wrapped, shard, world, size, spec.accumulation)
+    planned = spec.schedule != "stock" and world > shard
+    if planned:
+        from costlab.probes.schedule import planned_hsdp, replicate
+
+        replicate(wrapped.base, mesh)
+        kwargs["mesh"] = mesh["shard"]
     for name in wrapped.blocks:
         fully_shard(wrapped.base.get_submodule(name), **kwargs)
     fully_shard(wrapped.base, **kwargs)
+    if planned:
+        wrapped.notes += planned_hsdp(wrapped.base, mesh, spec, device)
 
 
 def _padded(parameter: Tensor, shard: int) -> int:
@@ -138,7 +213,9 @@ def _padded(parameter: Tensor, shard: int) -> int:
     return -(-rows // shard) * shard * per_row
 
 
-def _sharded_bytes(wrapped: Wrapped, shard: int, world: int, param_bytes: int) -> tuple[int, str]:
+def _sharded_bytes(
+    wrapped: Wrapped, shard: int, world: int, param_bytes: int, micro_batches: int
+) -> tuple[int, str]:
     """Bytes of one rank and step: all-gather outputs, reduce-scatter inputs and, for HSDP, all-reduced shards."""
     in_blocks: set[int] = set()
     block_elements = 0
@@ -149,12 +226,14 @@ def _sharded_bytes(wrapped: Wrapped, shard: int, world: int, param_bytes: int) -
                 block_elements += _padded(p, shard)
     rest = {id(p): p for p in wrapped.base.parameters() if id(p) not in in_blocks}
     root_elements = sum(_padded(p, shard) for p in rest.values())
-    gathered = (2 * block_elements + root_elements) * param_bytes
+    gathered = micro_batches * (2 * block_elements + root_elements) * param_bytes
     reduced = (block_elements + root_elements) * 4
     total = gathered + reduced
     formula = (
-        f"2 x {block_elements:,} block + {root_elements:,} root parameters gathered x {param_bytes} B"
-        f" + {block_elements + root_elements:,} gradients scattered x 4 B"
+        (f"{micro_batches} x (" if micro_batches > 1 else "")
+        + f"2 x {block_elements:,} block + {root_elements:,} root parameters gathered x {param_bytes} B"
+        + (")" if micro_batches > 1 else "")
+        + f" + {block_elements + root_elements:,} gradients scattered x 4 B"
     )
     if world != shard:
         total += reduced // shard

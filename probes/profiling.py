@@ -6,7 +6,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from costlab.probes.records import CollectiveRow, KernelRow, MissRow, PartRow, PatternRow, SpanRow, StepRow
+from costlab.probes.records import (
+    CollectiveRow,
+    KernelRow,
+    KernelSourceRow,
+    MissRow,
+    PartRow,
+    PatternRow,
+    SpanRow,
+    StepRow,
+)
 
 if TYPE_CHECKING:
     from costlab.probes.fusion.model import FusionTrace
@@ -25,6 +34,7 @@ class Profile:
     misses: list[MissRow]
     kernels: list[KernelRow]
     patterns: list[PatternRow]
+    sources: list[KernelSourceRow]
 
 
 def profile_steps(run: RankRun, trainer: Trainer) -> Profile:
@@ -56,13 +66,31 @@ def profile_steps(run: RankRun, trainer: Trainer) -> Profile:
         keep_fusion(run, fusion)
     else:
         path.unlink()
-    return Profile(steps, collectives, parts, spans, misses, kernels, pattern_rows(fusion, run.rank))
+    return Profile(
+        steps, collectives, parts, spans, misses, kernels, pattern_rows(fusion, run.rank), source_rows(fusion, run.rank)
+    )
 
 
 def pattern_rows(fusion: FusionTrace, rank: int) -> list[PatternRow]:
     """The anti-patterns of all graphs as rows."""
     names = ("kind", "layer", "phase", "source", "text", "mend", "bytes", "count", "ops")
     return [PatternRow(rank=rank, **{name: getattr(p, name) for name in names}) for p in fusion.antipatterns]
+
+
+def source_rows(fusion: FusionTrace, rank: int) -> list[KernelSourceRow]:
+    """The kernels' generated source, of rank 0 only: all ranks compile the same."""
+    return [
+        KernelSourceRow(
+            rank=rank,
+            name=s.name,
+            phase=s.phase,
+            compile_id=s.compile_id,
+            language=s.language,
+            source=s.text,
+            cut=s.cut,
+        )
+        for s in (fusion.sources if rank == 0 else ())
+    ]
 
 
 def keep_fusion(run: RankRun, fusion: FusionTrace) -> None:

@@ -112,6 +112,19 @@ class PatternRow(Row, kw_only=True):
     ops: str = ""
 
 
+class KernelSourceRow(Row, kw_only=True):
+    """Source that Inductor generated for a kernel, without paths of this machine; written by rank 0 alone."""
+
+    table: ClassVar[str] = "kernel_sources"
+    rank: int
+    name: str  # as the spans and the profiler name the kernel
+    phase: str
+    compile_id: str
+    language: str  # triton | cpp
+    source: str
+    cut: bool = False  # longer than what is kept
+
+
 class KernelRow(Row, kw_only=True):
     """All launches of one device kernel (or CPU operator) within the profiled steps, per step."""
 
@@ -179,7 +192,7 @@ class CheckpointRow(Row, kw_only=True):
 
     table: ClassVar[str] = "checkpoint"
     rank: int
-    mode: str  # sync | async:<configuration>
+    mode: str  # sync | async:<configuration> (torch.distributed.checkpoint) | costlab:<preset>
     op: Literal["save", "load"]
     ok: bool
     bytes: Bytes | None = None
@@ -188,8 +201,59 @@ class CheckpointRow(Row, kw_only=True):
     stall_ms: Ms | None = None  # extra time of the steps around it against control steps, the figure that counts
     stall_low_ms: Ms | None = None
     stall_high_ms: Ms | None = None
-    identical: bool | None = None  # load: every tensor bit-equal to what was saved
+    identical: bool | None = None  # load: every tensor bit-equal to what was saved; null where the save is lossy
     note: str = ""
+    lossy: bool = False
+    within_bound: bool | None = None  # load of a lossy save: every value within the error bound its file states
+    state_bytes: Bytes | None = None  # of this rank's part before coding
+    bits: float | None = None  # stored bits a value, everything included
+    update_error: float | None = None  # lossy: relative error of the first resumed Adam update, worst parameter
+
+
+class CheckpointStageRow(Row, kw_only=True):
+    """One stage of one checkpoint operation on one rank; times count from the call."""
+
+    table: ClassVar[str] = "checkpoint_stages"
+    rank: int
+    mode: str
+    op: Literal["save", "load"]
+    stage: str  # encode launch stage checksum write pack sync replica commit | to disk
+    start_ms: Ms | None = None  # null for what was measured apart
+    end_ms: Ms | None = None
+    busy_ms: Ms  # time in which at least one piece of it was under way
+    bytes: Bytes | None = None  # what it moved
+    ceiling_gbps: float | None = None  # what this machine reaches at the same, measured in this run
+    ceiling: str = ""  # how that was measured
+
+
+class CheckpointCodecRow(Row, kw_only=True):
+    """What a lossy save does to one class of tensors, on a sample of this rank's state."""
+
+    table: ClassVar[str] = "checkpoint_codecs"
+    rank: int
+    mode: str
+    codec: str
+    tensor_class: str
+    values: int
+    bits: float
+    ratio: float
+    rel_l2: float
+    max_abs: float
+    flushed: int  # values that were not zero and came back as zero
+    update_error: float | None = None  # with only this class coded
+    encode_gbps: float | None = None  # original bytes over wall time
+    decode_gbps: float | None = None
+
+
+class ResumeRow(Row, kw_only=True):
+    """Loss of one training step after a restore, and of the same step (same data) of the training that went on."""
+
+    table: ClassVar[str] = "resume"
+    rank: int
+    mode: str
+    after: int  # optimizer updates since the restore
+    loss: float
+    exact_loss: float
 
 
 class MemoryRow(Row, kw_only=True):
@@ -244,11 +308,15 @@ ROWS: tuple[type[Row], ...] = (
     SpanRow,
     MissRow,
     PatternRow,
+    KernelSourceRow,
     KernelRow,
     CollectiveRow,
     PartRow,
     CompileRow,
     CheckpointRow,
+    CheckpointStageRow,
+    CheckpointCodecRow,
+    ResumeRow,
     MemoryRow,
     PowerRow,
     GradientRow,

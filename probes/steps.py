@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import record_function
 
 from costlab.probes.parallel import Wrapped
@@ -26,6 +28,7 @@ class Trainer:
     optimizer: torch.optim.Optimizer
     device: torch.device
     annotate: bool = False
+    accumulation: int = 1  # micro-batches of a step; gradients are communicated with the last
     index: int = 0
     losses: list[Tensor] = field(default_factory=list)
 
@@ -33,17 +36,24 @@ class Trainer:
         return record_function(f"costlab::phase::{name}") if self.annotate else nullcontext()
 
     def step(self) -> Tensor:
-        """One training step, enqueued but not waited for; returns the detached loss."""
-        with self._phase("data"):
-            batch = to_device(self.workload.batch(self.index), self.device)
-        with self._phase("forward"), self.wrapped.forward_context():
-            loss = self.workload.loss(self.wrapped.model, batch)
-        with self._phase("backward"):
-            loss.backward()
+        """One training step, enqueued but not waited for; returns the detached loss, the mean over micro-batches."""
+        losses = [self._micro_batch(n) for n in range(self.accumulation)]
         with self._phase("optimizer"):
             self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)
         self.index += 1
+        return losses[0] if len(losses) == 1 else torch.stack(losses).mean()
+
+    def _micro_batch(self, number: int) -> Tensor:
+        """Forward and backward of one micro-batch; its detached loss."""
+        with self._phase("data"):
+            batch = to_device(self.workload.batch(self.index * self.accumulation + number), self.device)
+        last = number + 1 == self.accumulation
+        with gradients_communicated(self.wrapped.model, last) if self.accumulation > 1 else nullcontext():
+            with self._phase("forward"), self.wrapped.forward_context():
+                loss = self.workload.loss(self.wrapped.model, batch)
+            with self._phase("backward"):
+                (loss / self.accumulation if self.accumulation > 1 else loss).backward()
         return loss.detach()
 
     def synchronize(self) -> None:
@@ -58,6 +68,15 @@ class Trainer:
         self.step()
         self.synchronize()
         return (time.perf_counter() - start) * 1e3
+
+
+def gradients_communicated(model: nn.Module, now: bool) -> AbstractContextManager[Any]:
+    """Whether the backward pass inside communicates its gradients: DDP's and FSDP2's ways to say so."""
+    if isinstance(model, DistributedDataParallel):
+        return nullcontext() if now else model.no_sync()
+    if isinstance(model, FSDPModule):
+        model.set_requires_gradient_sync(now)
+    return nullcontext()
 
 
 def measure(trainer: Trainer, steps: int, rank: int, told: Callable[[int, float], None]) -> list[StepRow]:

@@ -20,20 +20,25 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from costlab.probes import failures
+from costlab.probes.clocks import ClockReading
 from costlab.probes.launch import FACTS_FILE, SPEC_FILE, Facts
 from costlab.probes.records import (
+    CheckpointCodecRow,
     CheckpointRow,
+    CheckpointStageRow,
     CollectiveRow,
     CompileRow,
     Environment,
     GradientRow,
     KernelRow,
+    KernelSourceRow,
     LinkRow,
     MemoryRow,
     MissRow,
     PartRow,
     PatternRow,
     PowerRow,
+    ResumeRow,
     Row,
     SpanRow,
     StepRow,
@@ -78,6 +83,7 @@ class RankRun:
     step_rows: list[StepRow] = field(default_factory=list)
     compile_rows: list[CompileRow] = field(default_factory=list)
     fusion: FusionTrace | None = None
+    clocks: list[ClockReading] = field(default_factory=list)
     started: float = field(default_factory=time.monotonic)
 
     @property
@@ -116,6 +122,8 @@ def run_rank(spec: RunSpec, run_dir: Path, rank: int, voice: Voice) -> None:
     """All phases, in order."""
     import torch.distributed as dist
 
+    from costlab.probes.clock_trips import read_clocks
+
     voice.enter("check-in", "importing torch, joining the process group")
     run = check_in(spec, run_dir, rank, voice)
     trainer = build(run)
@@ -126,6 +134,7 @@ def run_rank(spec: RunSpec, run_dir: Path, rank: int, voice: Voice) -> None:
     if spec.checkpoint:
         checkpoint_phase(run, trainer)
     voice.enter("write")
+    run.clocks += read_clocks("end")
     write_facts(run)
     run.write(LinkRow, link_rows(run))
     run.write(MemoryRow, run.memory.rows(rank))
@@ -147,6 +156,7 @@ def check_in(spec: RunSpec, run_dir: Path, rank: int, voice: Voice) -> RankRun:
     import torch
     import torch.distributed as dist
 
+    from costlab.probes.clock_trips import read_clocks
     from costlab.probes.energy import EnergyProbe
     from costlab.probes.environment import environment
     from costlab.probes.memory import MemoryProbe
@@ -154,6 +164,7 @@ def check_in(spec: RunSpec, run_dir: Path, rank: int, voice: Voice) -> RankRun:
     device, backend = choose_device(spec, local_rank)
     if device.type == "cuda":
         checkin.confirm(placement, checkin.cuda_bus_id(device))
+        checkin.compare_host_memory(placement, lambda _: checkin.pinned_gbps(device))
         dump_nccl_topology(run_dir)
     if spec.nnodes == 1:
         interface = loopback_interface()
@@ -176,6 +187,7 @@ def check_in(spec: RunSpec, run_dir: Path, rank: int, voice: Voice) -> RankRun:
         energy=EnergyProbe(device.index if device.type == "cuda" else None, local_rank=local_rank),
     )
     run.environment = environment(device, backend)
+    run.clocks += read_clocks("start")
     write_facts(run)
     return run
 
@@ -218,7 +230,7 @@ def write_facts(run: RankRun) -> None:
     """Rank 0 tells the launcher what machine and workload this is."""
     if run.rank == 0:
         known = run.facts if run.facts.name else None
-        facts = Facts(environment=run.environment, workload=known, ranks=run.world)
+        facts = Facts(environment=run.environment, workload=known, ranks=run.world, clocks=run.clocks)
         write_bytes(run.run_dir / FACTS_FILE, msgspec.json.encode(facts))
 
 
@@ -227,7 +239,7 @@ def build(run: RankRun) -> Trainer:
     import torch
 
     from costlab.probes.ceilings import copy_gbps, matmul_tflops
-    from costlab.probes.parallel import make_optimizer, wrap
+    from costlab.probes.parallel import make_optimizer, set_activation_budget, wrap
     from costlab.probes.steps import Trainer
     from costlab.probes.workloads.base import WorkloadContext, find_blocks
     from costlab.probes.workloads.loader import load
@@ -241,20 +253,33 @@ def build(run: RankRun) -> Trainer:
         workload.model.to(run.device).train()
         workload.blocks = workload.blocks or find_blocks(workload.model)
         describe(run, workload)
-        if spec.fused:
+        if spec.plan:
+            from costlab.probes.tune_apply import put_in_plan
+
+            put_in_plan(run, workload)
+        elif spec.fused:
             put_in_fused_kernels(run, workload)
         if not spec.lean:
             if run.rank == 0:
                 run.voice.progress(1, 3, "measuring this machine's ceilings")
             run.facts.peak_tflops, run.facts.peak_method = matmul_tflops(run.device, dtype)
             run.facts.copy_gbps = copy_gbps(run.device)[0]
+        set_activation_budget(workload, spec)
         run.voice.progress(2, 3, "wrapping the model")
         wrapped = wrap(workload.model, workload.blocks, spec, run.device, workload.dynamic)
         optimizer = make_optimizer(wrapped, spec, run.device)
+    for note in wrapped.notes if run.rank == 0 else ():
+        run.voice.log(note)
     run.facts.expected_comm_bytes = wrapped.expected_bytes
     run.facts.expected_comm_formula = wrapped.formula
     write_facts(run)
-    return Trainer(workload=workload, wrapped=wrapped, optimizer=optimizer, device=run.device)
+    return Trainer(
+        workload=workload,
+        wrapped=wrapped,
+        optimizer=optimizer,
+        device=run.device,
+        accumulation=spec.accumulation,
+    )
 
 
 def describe(run: RankRun, workload: Workload) -> None:
@@ -268,7 +293,7 @@ def describe(run: RankRun, workload: Workload) -> None:
         workload.units_per_batch = count_samples(workload.batch(0))
     facts.name, facts.title, facts.unit = workload.name, workload.title or workload.name, workload.unit
     facts.source = workload.source
-    facts.units_per_step = workload.units_per_batch * run.world
+    facts.units_per_step = workload.units_per_batch * run.world * run.spec.accumulation
     facts.parameters = sum(p.numel() for p in model.parameters())
     facts.parameter_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
     facts.layer_classes = {
@@ -277,7 +302,7 @@ def describe(run: RankRun, workload: Workload) -> None:
     if workload.flops_per_batch is None and not run.spec.lean:
         workload.flops_per_batch, workload.flops_formula = count_flops(workload, run)
     if workload.flops_per_batch:
-        facts.flops_per_step = workload.flops_per_batch * run.world
+        facts.flops_per_step = workload.flops_per_batch * run.world * run.spec.accumulation
     facts.flops_formula = workload.flops_formula
 
 
@@ -421,6 +446,8 @@ def profile_phase(run: RankRun, trainer: Trainer) -> None:
     run.write(MissRow, result.misses)
     run.write(KernelRow, result.kernels)
     run.write(PatternRow, result.patterns)
+    if run.rank == 0:
+        run.write(KernelSourceRow, result.sources)
 
 
 def checkpoint_budget(run: RankRun) -> float:
@@ -437,16 +464,19 @@ def checkpoint_budget(run: RankRun) -> float:
 def checkpoint_phase(run: RankRun, trainer: Trainer) -> None:
     """Save and load while steps run."""
     from costlab.probes.checkpoint import measure as measure_checkpoint
+    from costlab.probes.checkpoint_resume import Steps
+    from costlab.probes.checkpoint_savers import savers
 
     run.voice.enter("checkpoint")
 
     def emit(what: str, done: int, total: int) -> None:
         run.voice.progress(done, total, what)
 
-    rows, steps = measure_checkpoint(
+    steps = Steps(trainer)
+    found = measure_checkpoint(
         trainer.wrapped.model,
         trainer.optimizer,
-        trainer.timed_step,
+        steps.timed,
         directory=run.run_dir / "raw" / "checkpoints",
         rank=run.rank,
         world=run.world,
@@ -454,10 +484,16 @@ def checkpoint_phase(run: RankRun, trainer: Trainer) -> None:
         steps=run.spec.checkpoint_steps,
         emit=emit,
         budget_s=checkpoint_budget(run),
+        configurations=savers(run.device, run.world, run.spec.checkpoint_codec),
+        repeatable=steps,
+        copy_gbps=run.facts.copy_gbps,
     )
-    run.step_rows += steps
+    run.step_rows += found.steps
     run.write(StepRow, run.step_rows)
-    run.write(CheckpointRow, rows)
+    run.write(CheckpointRow, found.rows)
+    run.write(CheckpointStageRow, found.stages)
+    run.write(CheckpointCodecRow, found.codecs)
+    run.write(ResumeRow, found.resumed)
 
 
 if __name__ == "__main__":

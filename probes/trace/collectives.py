@@ -45,14 +45,26 @@ class _Sizes:
 
 
 def device_calls(host: Host, work: Work) -> list[Call]:
-    """One call per communication kernel, or per annotation where one call launched several kernels."""
+    """One call per communication kernel, or per annotation where one call launched several kernels.
+
+    Copies count under a tag, and where they go between devices outside of any collective: those are of unknown kind.
+    """
     events = host.events
     grouped: dict[tuple[str, int], list[int]] = defaultdict(list)
     for i, category in enumerate(work.category):
         is_kernel = events.cat[work.event[i]] == CATEGORY["kernel"]
-        if category == c.COMMUNICATION and (is_kernel or work.tag[i] != NONE):
+        if category == c.COMMUNICATION and (is_kernel or work.tag[i] != NONE or _on_its_own(events, work, i)):
             grouped[_key(work, i)].append(i)
     return sorted((_device_call(host, work, tuple(m)) for m in grouped.values()), key=lambda call: call.start)
+
+
+def _on_its_own(events: TraceEvents, work: Work, i: int) -> bool:
+    """A copy between devices that no collective's operator or annotation issued."""
+    if work.params[i] != NONE or work.named[i] != NONE:
+        return False
+    issued_by = events.names[events.name[work.op[i]]] if work.op[i] != NONE else ""
+    copied = c.device_category(events.names[events.name[work.event[i]]], "gpu_memcpy") == c.COMMUNICATION
+    return copied and not issued_by.startswith("symm_mem::")
 
 
 def _key(work: Work, i: int) -> tuple[str, int]:

@@ -148,8 +148,9 @@ class Llama(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         """Run all blocks and the head."""
         x = self.embed(tokens)
+        cos, sin = self.cos[: tokens.shape[1]], self.sin[: tokens.shape[1]]  # a batch may be shorter than `seq`
         for layer in self.layers:
-            x = layer(x, self.cos, self.sin)
+            x = layer(x, cos, sin)
         out: Tensor = self.head(self.norm(x))
         return out
 

@@ -18,9 +18,11 @@ import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 
 from costlab.probes.checkpoint import measure
-from costlab.probes.checkpoint_modes import Pending, Saver, Staged, Sync, savers
+from costlab.probes.checkpoint_modes import Pending, Saver, Staged, Sync
+from costlab.probes.checkpoint_savers import savers
 
 CPU = torch.device("cpu")
+TABLES = ("rows", "steps", "stages", "codecs", "resumed")
 
 
 class Trouble(Saver):
@@ -84,16 +86,23 @@ class Training:
             fully_shard(layer)
         fully_shard(self.model)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
-        self.count = 0
+        self.index = 0
+        self.taken: list[int] = []  # numbers of the steps, repeated ones included
+        self._loss = torch.zeros(())
 
     def step(self) -> float:
         started = time.perf_counter()
-        generator = torch.Generator().manual_seed(1000 * self.count + dist.get_rank())
+        generator = torch.Generator().manual_seed(1000 * self.index + dist.get_rank())
         self.optimizer.zero_grad()
-        self.model(torch.randn(8, 32, generator=generator)).square().mean().backward()
+        self._loss = self.model(torch.randn(8, 32, generator=generator)).square().mean()
+        self._loss.backward()
         self.optimizer.step()
-        self.count += 1
+        self.taken.append(self.index)
+        self.index += 1
         return (time.perf_counter() - started) * 1e3
+
+    def loss(self) -> float:
+        return float(self._loss)
 
     def state(self) -> list[torch.Tensor]:
         from torch.distributed.checkpoint.state_dict import get_state_dict
@@ -110,7 +119,7 @@ def scenario(
     training, twin = Training(with_norm), Training(with_norm)
     training.step()
     told: list[str] = []
-    rows, steps = measure(
+    found = measure(
         training.model,
         training.optimizer,
         training.step,
@@ -122,13 +131,15 @@ def scenario(
         emit=lambda what, *_: told.append(what),
         budget_s=budget_s,
         configurations=configurations,
+        repeatable=training,
+        copy_gbps=1.0,
     )
-    for _ in range(training.count):
+    for _ in range(training.index):
         twin.step()
     pairs = zip(training.state(), twin.state(), strict=True)
     return {
-        "rows": [msgspec.to_builtins(r) for r in rows],
-        "steps": [msgspec.to_builtins(s) for s in steps],
+        **{name: [msgspec.to_builtins(r) for r in getattr(found, name)] for name in TABLES},
+        "repeated": len(training.taken) - training.index,
         "told": sorted(set(told)),
         "unharmed": all(torch.equal(a, b) for a, b in pairs),
         "left": directory.exists(),
@@ -141,13 +152,13 @@ def main() -> None:
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
     torch.set_num_threads(1)
     results = {
-        "all": scenario(out / "all", savers(CPU)),
+        "all": scenario(out / "all", savers(CPU, world), budget_s=240.0),
         "trouble": scenario(
             out / "trouble",
             [Trouble("prepare"), Trouble("save"), FailingWrite(), Torn(), Staged("async:default")],
         ),
         "norm": scenario(out / "norm", [Sync(), Torn()], with_norm=True),
-        "poor": scenario(out / "poor", savers(CPU), budget_s=0.0),
+        "poor": scenario(out / "poor", savers(CPU, world), budget_s=0.0),
     }
     (out / f"rank-{rank}.json").write_text(json.dumps(results))
     dist.barrier()

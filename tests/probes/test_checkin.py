@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -283,3 +285,58 @@ def test_closing_rows_tell_the_share_on_other_nodes(tmp_path: Path) -> None:
     assert rows == {"pages by node": "0: 1, 1: 9", "pages elsewhere": "10.0 %"}
     unknown = checkin.closing_rows(checkin.Placement("report", GPU), 3, tmp_path)
     assert [r.fact for r in unknown] == ["pages by node"]
+
+
+class NearNode1(FakeNvml):
+    """One GPU, at the bus id of `two_sockets`' node 1."""
+
+    def nvmlDeviceGetPciInfo(self, _: int) -> SimpleNamespace:
+        return SimpleNamespace(busId=f"0000{GPU}")
+
+
+@pytest.mark.parametrize(("mode", "told"), [("report", ["75.0 %"]), ("bind", ["75.0 %", "0.0 %"])])
+def test_fresh_pages_are_told_with_and_without_the_binding(
+    tmp_path: Path, bound: dict[str, list[object]], monkeypatch: pytest.MonkeyPatch, mode: checkin.Mode, told: list[str]
+) -> None:
+    """Before the policy is set three pages of four go elsewhere, none after."""
+    monkeypatch.setattr(numa, "probe_pages", lambda _: {1: 4} if bound["policy"] else {0: 3, 1: 1})
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    nvml = Nvml(NearNode1(1))  # type: ignore[arg-type]
+    placement = checkin.check_in(mode, 0, nvml=nvml, root=two_sockets(tmp_path).root)
+    names = ["fresh pages elsewhere, unbound", "fresh pages elsewhere"]
+    assert [facts(placement)[name] for name in names if name in facts(placement)] == told
+
+
+def test_copies_from_each_nodes_memory_are_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    two_sockets(tmp_path)
+    asked: list[int] = []
+
+    @contextlib.contextmanager
+    def on(node: int) -> Iterator[None]:
+        asked.append(node)
+        yield
+
+    monkeypatch.setattr(numa, "memory_on", on)
+    placement = checkin.plan("report", GPU, "", tmp_path)
+    checkin.compare_host_memory(placement, lambda node: 50.0 - 20 * (node == 0), tmp_path)
+    assert asked == [0, 1]
+    assert [f[:2] for f in placement.facts if f[0].startswith("host to device")] == [
+        ("host to device from another node 0", "30.0 GB/s"),
+        ("host to device from own node 1", "50.0 GB/s"),
+    ]
+
+
+def test_one_node_and_refusals_compare_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    virtual_machine(tmp_path / "vm")
+    alone = checkin.plan("report", "0000:00:06.0", "", tmp_path / "vm")
+    checkin.compare_host_memory(alone, lambda _: 1 / 0, tmp_path / "vm")
+    assert not any(f[0].startswith("host to device") for f in alone.facts)
+    two_sockets(tmp_path / "two")
+
+    def refused(_: int) -> None:
+        raise numa.NumaRefused("not permitted")
+
+    monkeypatch.setattr(numa, "memory_on", refused)
+    placement = checkin.plan("report", GPU, "", tmp_path / "two")
+    checkin.compare_host_memory(placement, lambda _: 1.0, tmp_path / "two")
+    assert placement.facts[-1][:2] == ("host to device by node", "not measured: not permitted")

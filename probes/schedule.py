@@ -1,0 +1,159 @@
+"""Puts a planned all-reduce into a wrapped model: DDP's communication hook, or FSDP2's all-reduce hook over replicas.
+
+Which plan a message gets is measured here, on the run's own ranks, just before the run: every candidate at three
+sizes, the library's own all-reduce among them, the slowest rank's time counting. `auto` takes the fastest schedule and
+leaves the library in place where nothing is faster by more than the noise; a named schedule only has its chunks chosen.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import ProcessGroup
+
+from costlab.kernels.schedule import hooks
+from costlab.kernels.schedule.communicator import Communicator
+from costlab.kernels.schedule.errors import ScheduleError, ScheduleRefused
+from costlab.kernels.schedule.plan import Layout, Plan, Schedule
+from costlab.kernels.schedule.planner import Choice, Planner
+from costlab.kernels.schedule.topology import Link, uniform
+from costlab.probes.spec import RunSpec, SpecError
+
+SIZES = (64 << 10, 1 << 20, 8 << 20)  # bytes; DDP's buckets are 1 MiB first, then 25 MiB
+GPU_SIZES = (256 << 10, 4 << 20, 64 << 20)
+REPEATS = 3
+HOPELESS = 4.0  # times the fastest so far: larger sizes of such a plan are not measured
+_CHUNKS = (1, 4)
+_NAMED: dict[str, tuple[Schedule, ...]] = {
+    "ring": ("ring",),
+    "chain": ("chain",),
+    "two-level": ("two-level",),
+    "hybrid": ("hybrid",),
+    "symmetric": ("one-shot", "two-shot"),
+}
+_NOMINAL = Link(1e-5, 1e10)  # only names the fabric: every choice is made from measured curves
+
+
+def planned_ddp(ddp: Any, spec: RunSpec, device: torch.device) -> list[str]:
+    """Register the hook on a DDP model; returns what was chosen, in sentences."""
+    communicator = _communicator(dist.group.WORLD, spec)
+    choose, said = _measured(communicator, spec.schedule, torch.float32, device)
+    ddp.register_comm_hook(None, hooks.ddp_hook(communicator, choose))
+    return said
+
+
+def replicate(model: nn.Module, mesh: Any) -> None:
+    """Start all replicas from the first one's parameters, as a two-dimensional mesh would; before `fully_shard`."""
+    hooks.broadcast_module(model, mesh["replicate"].get_group())
+
+
+def planned_hsdp(model: nn.Module, mesh: Any, spec: RunSpec, device: torch.device) -> list[str]:
+    """Reduce the shards of `model`, sharded over mesh["shard"] alone, over mesh["replicate"]; says what was chosen."""
+    communicator = _communicator(mesh["replicate"].get_group(), spec)
+    choose, said = _measured(communicator, spec.schedule, torch.float32, device)
+    count = hooks.fsdp_all_reduce(model, communicator, choose)
+    return [f"{text} ({count} modules)" for text in said[:1]] + said[1:]
+
+
+def _communicator(group: ProcessGroup | None, spec: RunSpec) -> Communicator:
+    """Segments are the hosts: torchrun numbers the ranks of a host one after the other."""
+    ranks = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
+    each = int(os.environ.get("LOCAL_WORLD_SIZE", str(len(ranks))))
+    hosts: dict[int, list[int]] = {}
+    for place, rank in enumerate(ranks):
+        hosts.setdefault(rank // each, []).append(place)
+    layout: Layout = tuple(tuple(places) for places in hosts.values())
+    return Communicator(group, layout, timeout=timedelta(seconds=spec.collective_timeout_s))
+
+
+def _candidates(communicator: Communicator, schedule: str, device: torch.device) -> list[Plan]:
+    chunked = [Plan(s, chunks=c) for s in ("ring", "chain", "two-level", "hybrid") for c in _CHUNKS]
+    symmetric = [Plan("one-shot"), Plan("two-shot"), Plan("two-shot", chunks=4)]
+    if schedule == "auto":
+        several = len(communicator.layout) > 1
+        own = [p for p in chunked if several or p.schedule in ("ring", "chain")]
+        return [Plan("backend"), *own, *(symmetric if device.type == "cuda" else [])]
+    return [p for p in [*chunked, *symmetric] if p.schedule in _NAMED[schedule]]
+
+
+def _measured(
+    communicator: Communicator, schedule: str, dtype: torch.dtype, device: torch.device
+) -> tuple[Callable[[int], Plan], list[str]]:
+    """What to run for so many bytes, and the choice at each measured size in a sentence."""
+    sizes = GPU_SIZES if device.type == "cuda" else SIZES
+    curves: dict[Plan, list[tuple[int, float]]] = {}
+    refused = ""
+    for plan in _candidates(communicator, schedule, device):
+        try:
+            curves[plan] = _curve(communicator, plan, curves, dtype, device)
+        except ScheduleRefused as error:  # alike on all ranks: it depends on device, dtype and layout
+            refused = str(error)
+        except ScheduleError as error:
+            raise SpecError(f"--schedule {schedule}: {error}") from error
+    if not curves:
+        raise SpecError(f"--schedule {schedule}: {refused}; --schedule auto takes what can be had")
+    planner = Planner(uniform(1, communicator.world_size, _NOMINAL, _NOMINAL), measured=curves)
+    kept: dict[int, Plan] = {}
+
+    def choose(nbytes: int) -> Plan:
+        if nbytes not in kept:
+            kept[nbytes] = planner.choose(nbytes).plan
+        return kept[nbytes]
+
+    return choose, _sentences(schedule, communicator, planner.table(sizes))
+
+
+def _curve(
+    communicator: Communicator,
+    plan: Plan,
+    others: dict[Plan, list[tuple[int, float]]],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> list[tuple[int, float]]:
+    """(bytes, seconds) of a plan; it ends where another one is far ahead, alike on all ranks."""
+    points: list[tuple[int, float]] = []
+    for place, nbytes in enumerate(GPU_SIZES if device.type == "cuda" else SIZES):
+        points.append((nbytes, _seconds(communicator, plan, nbytes, dtype, device)))
+        ahead = [curve[place][1] for curve in others.values() if len(curve) > place]
+        if ahead and points[-1][1] > HOPELESS * min(ahead):
+            break
+    return points
+
+
+def _sentences(schedule: str, communicator: Communicator, choices: Sequence[Choice]) -> list[str]:
+    hosts = len(communicator.layout)
+    where = f"{communicator.world_size} ranks on {hosts} host{'s' if hosts > 1 else ''}"
+    said = [f"all-reduce {schedule} over {where}: {c.sentence.partition('; the lower bound')[0]}" for c in choices]
+    if schedule in ("hybrid", "two-level") and hosts == 1:
+        said.append(f"{schedule} on one host has nothing between hosts: it is a ring in chunks here")
+    return said
+
+
+def _seconds(communicator: Communicator, plan: Plan, nbytes: int, dtype: torch.dtype, device: torch.device) -> float:
+    """Median over repeats of the slowest rank's time, seconds."""
+    tensor = torch.zeros(nbytes // torch.empty(0, dtype=dtype).element_size(), dtype=dtype, device=device)
+    taken = []
+    for _ in range(REPEATS + 1):
+        dist.barrier(group=communicator.parent)
+        taken.append(_once(communicator, plan, tensor))
+    slowest = torch.tensor(taken[1:], dtype=torch.float64, device=device)
+    dist.all_reduce(slowest, dist.ReduceOp.MAX, group=communicator.parent)
+    return float(statistics.median(slowest.tolist()))
+
+
+def _once(communicator: Communicator, plan: Plan, tensor: torch.Tensor) -> float:
+    if tensor.is_cuda:
+        torch.cuda.synchronize(tensor.device)
+    started = time.perf_counter()
+    communicator.all_reduce(tensor, plan)
+    if tensor.is_cuda:
+        torch.cuda.synchronize(tensor.device)
+    return time.perf_counter() - started

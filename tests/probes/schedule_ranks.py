@@ -1,0 +1,67 @@
+"""What the ranks do in test_schedule.py: wrap a model with and without a planned all-reduce, compare the gradients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from costlab.probes.parallel import wrap
+from costlab.probes.spec import RunSpec, SpecError
+
+CPU = torch.device("cpu")
+
+
+def model(seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(33, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 17))
+
+
+def gradients(spec: RunSpec, rank: int, seed: int) -> tuple[list[Tensor], list[str]]:
+    """Gradients of one batch as this rank holds them, and what wrapping said."""
+    wrapped = wrap(model(seed), ["0", "2"], spec, CPU)
+    generator = torch.Generator().manual_seed(100 + rank)
+    x, y = torch.randn(8, 33, generator=generator), torch.randn(8, 17, generator=generator)
+    (wrapped.model(x) - y).square().mean().backward()
+    found: list[Tensor] = [getattr(p.grad, "to_local", lambda g=p.grad: g)() for p in wrapped.base.parameters()]
+    return [g.clone() for g in found], wrapped.notes
+
+
+def against_stock(rank: int, parallel: str, schedule: str) -> tuple[float, bool, list[str]]:
+    """Largest difference to stock in units of the reduction-order bound, equality over replicas, what was said.
+
+    HSDP's planned way must start all replicas alike itself, so only there ranks begin with other parameters.
+    """
+    spec = RunSpec(ranks=4, device="cpu", parallel=parallel, compile="none", dtype="fp32")  # type: ignore[arg-type]
+    stock, _ = gradients(spec, rank, seed=11)
+    replica = rank // 2 if parallel == "hsdp" else 0
+    planned = msgspec.structs.replace(spec, schedule=schedule)
+    ours, said = gradients(planned, rank, seed=11 + replica)
+    unit = torch.finfo(torch.float32).eps / 2
+    worst = max(
+        ((a - b).abs().max() / (2 * 5 * unit * b.abs().max().clamp_min(1e-6))).item()
+        for a, b in zip(ours, stock, strict=True)
+        if b.numel()
+    )
+    return worst, _same(ours, rank, parallel), said
+
+
+def _same(found: list[Tensor], rank: int, parallel: str) -> bool:
+    raw = torch.cat([g.reshape(-1) for g in found]).view(torch.int32)
+    rows: list[Any] = [None] * 4
+    dist.all_gather_object(rows, raw)
+    peers = range(4) if parallel == "ddp" else (rank % 2, rank % 2 + 2)
+    return all(torch.equal(rows[p], raw) for p in peers)
+
+
+def refused(rank: int) -> str:
+    """Symmetric memory on CPUs."""
+    spec = RunSpec(ranks=4, device="cpu", parallel="ddp", compile="none", dtype="fp32", schedule="symmetric")
+    try:
+        gradients(spec, rank, seed=11)
+    except SpecError as error:
+        return str(error)
+    return "no error"

@@ -1,0 +1,56 @@
+"""`--schedule`: the planned all-reduce inside DDP and HSDP on four real ranks, and where it is refused."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from costlab.probes.spec import RunSpec, SpecError, validate
+
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "kernels" / "schedule")]
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+cases = import_module("schedule_ranks")  # under this name, the ranks find it on their path
+RankPool = import_module("rank_pool").RankPool
+
+
+@pytest.fixture(scope="module")
+def four() -> Iterator[Any]:
+    pool = RankPool(4)
+    yield pool
+    pool.close()
+
+
+@pytest.mark.parametrize(
+    ("parallel", "schedule"),
+    [("ddp", "auto"), ("ddp", "hybrid"), ("ddp", "chain"), ("hsdp", "auto"), ("hsdp", "ring")],
+)
+def test_gradients_are_those_of_the_stock_path(four: Any, parallel: str, schedule: str) -> None:
+    for difference, same, said in four.run(cases.against_stock, 4, parallel, schedule):
+        assert difference <= 1
+        assert same
+        assert any(f"all-reduce {schedule} over" in text and "measured" in text for text in said)
+        assert any("nothing between hosts" in text for text in said) == (schedule == "hybrid")
+
+
+def test_symmetric_memory_is_refused_on_cpus(four: Any) -> None:
+    assert all("needs CUDA tensors" in text for text in four.run(cases.refused, 4))
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"parallel": "fsdp"}, "FSDP2 over all ranks has no all-reduce; add --parallel ddp, or hsdp"),
+        ({"parallel": "ddp", "grad_compression": "fp16"}, "one communication hook"),
+    ],
+)
+def test_what_has_no_all_reduce_to_plan_is_refused(options: dict[str, str], words: str) -> None:
+    with pytest.raises(SpecError, match=words):
+        validate(RunSpec(schedule="auto", **options))  # type: ignore[arg-type]
+    validate(RunSpec(**options))  # type: ignore[arg-type]
