@@ -66,15 +66,19 @@ def collectives_view(
     exposed = float(calls.exposed_ms.sum()) / per_rank_step
     transfer, wait = _split(calls, per_rank_step)
     return CollectivesView(
-        rows=[_line(like, steps, late) for _, like in calls.groupby(_LIKE, dropna=False, sort=False)],
+        rows=[
+            _line(like, steps, late, clock_uncertainty_us) for _, like in calls.groupby(_LIKE, dropna=False, sort=False)
+        ],
         bytes_per_step=_measured_bytes(calls, per_rank_step),
         expected_bytes=expected,
         total_ms=total,
         exposed_ms=exposed,
         transfer_ms=transfer,
         wait_ms=wait,
+        wait_doubt_ms=_wait_doubt(calls, per_rank_step, clock_uncertainty_us),
+        clock_uncertainty_us=_uncertainty(clock_uncertainty_us) or None,
         overlapped=1 - exposed / total if total > 0 else None,
-        straggler=_straggler(calls, late, steps),
+        straggler=_straggler(calls, late, steps, _uncertainty(clock_uncertainty_us)),
         convention=CONVENTION,
         note=_note(calls, late, unmatched),
     )
@@ -127,11 +131,28 @@ def last_arrivals(
 
 
 def _uncertainty(clock: Mapping[int, float] | float | None) -> float:
-    values = list(clock.values()) if isinstance(clock, Mapping) else [clock]
-    return max((v for v in map(real, values) if v is not None), default=0.0)
+    """Of a difference between two ranks' times: the two largest together, or the one figure that holds for all."""
+    if not isinstance(clock, Mapping):
+        return real(clock) or 0.0
+    return sum(sorted((v for v in map(real, clock.values()) if v is not None), reverse=True)[:2])
 
 
-def _line(like: pd.DataFrame, steps: int, late: Mapping[tuple[Any, ...], int]) -> CollectiveView:
+def _wait_doubt(calls: pd.DataFrame, per_rank_step: int, clock: Mapping[int, float] | float | None) -> float | None:
+    """Ms per rank and step by which waiting is uncertain: once for every call of a rank that was not the last."""
+    doubt = _uncertainty(clock)
+    matched = calls[calls.transfer.notna()]
+    if not doubt or matched.empty:
+        return None
+    waiting = len(matched) - len(matched.drop_duplicates(_CALL))
+    return waiting * doubt / 1000 / per_rank_step
+
+
+def _line(
+    like: pd.DataFrame,
+    steps: int,
+    late: Mapping[tuple[Any, ...], int],
+    clock_uncertainty_us: Mapping[int, float] | float | None,
+) -> CollectiveView:
     first = like.iloc[0]
     kind, group_size = str(first.kind), int(first.group_size)
     rank_steps = like["rank"].nunique() * steps
@@ -158,6 +179,7 @@ def _line(like: pd.DataFrame, steps: int, late: Mapping[tuple[Any, ...], int]) -
         busbw_gbps=None if algbw is None or factor is None else algbw * factor,
         last_rank=named.most_common(1)[0][0] if named else None,
         layer=_several(list(dict.fromkeys(like.layer)), "layers"),
+        wait_doubt_ms=_wait_doubt(like, rank_steps, clock_uncertainty_us),
     )
 
 
@@ -203,7 +225,7 @@ def _measured_bytes(calls: pd.DataFrame, per_rank_step: int) -> Figure | None:
     return Figure(value=float(calls["size"].sum()) / per_rank_step, unit="B", source="measured", how=how, n=len(calls))
 
 
-def _straggler(calls: pd.DataFrame, late: Mapping[tuple[Any, ...], int], steps: int) -> str:
+def _straggler(calls: pd.DataFrame, late: Mapping[tuple[Any, ...], int], steps: int, doubt_us: float) -> str:
     """A sentence when one rank causes most of the waiting and is last more often than chance would have it."""
     if not late:
         return ""
@@ -217,9 +239,10 @@ def _straggler(calls: pd.DataFrame, late: Mapping[tuple[Any, ...], int], steps: 
     matched = len(calls[calls.transfer.notna()].drop_duplicates(_CALL))
     if wait < chance * all_wait or last < chance * len(late):
         return ""
+    within = f" ±{last * doubt_us / 1000 / steps:.2g}" if doubt_us else ""
     return (
         f"rank {rank} arrived last in {last} of {matched} collectives; each of the other ranks waited "
-        f"{wait / steps:.3g} ms a step for it, {100 * wait / all_wait:.0f} % of all waiting"
+        f"{wait / steps:.3g}{within} ms a step for it, {100 * wait / all_wait:.0f} % of all waiting"
     )
 
 

@@ -212,7 +212,22 @@ def bench_collectives(
         if not peers[-1].rows:
             _stop(f"{path}: no row of nccl-tests' output in it", Exit.BAD_INPUT)
     spec = BenchSpec(ops=ops, least=low, most=high, iterations=iterations, dtype=dtype)
-    sys.stdout.write(render_bench(_run_bench(spec, ranks, device), format.value, peers))
+    result = _run_bench(spec, ranks, device)
+    _keep(result)
+    sys.stdout.write(render_bench(result, format.value, peers))
+
+
+def _keep(result: BenchResult) -> None:
+    """For the curves behind the collectives of later runs on this machine."""
+    from costlab.app.store import home
+    from costlab.app.topology.curves import keep_bench
+    from costlab.app.topology.discovery import fingerprint
+    from costlab.probes.topology import machine_rows
+
+    try:
+        keep_bench(result, fingerprint(machine_rows()), home())
+    except OSError as error:
+        typer.echo(f"costlab: the benchmark could not be kept ({error.strerror})", err=True)
 
 
 def _run_bench(spec: object, ranks: int, device: str) -> BenchResult:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import msgspec
 
+from costlab.app.analysis.views import CollectivesView
 from costlab.app.topology.calibration import calibrated, stored
 from costlab.app.topology.discovery import fingerprint, from_rows
 from costlab.app.topology.load import load_file, load_files
@@ -49,6 +50,24 @@ def run_topology(rows: Sequence[LinkRow], run_dir: Path, home: Path) -> Topology
     for path in dumped:
         topology = _with_dump(topology, path)
     return topology
+
+
+def on_machine(
+    view: CollectivesView, links: Sequence[LinkRow], run_dir: Path, home: Path, *, cpu: bool, hosts: int = 1
+) -> CollectivesView:
+    """The collectives with ideal times and curves from the run's graph and the benchmarks kept for its machine."""
+    from costlab.app.topology.curves import bench_curves, ideal_curves
+    from costlab.app.topology.use import uses, with_ideals
+
+    machine = [r for r in links if r.kind != CHECK_IN]
+    topology = run_topology(links, run_dir, home)
+    if topology is None or hosts > 1:  # the graph is one host's
+        return view
+    found = uses(topology, view.rows, cpu=cpu)
+    first = [r for r in machine if r.rank == min(m.rank for m in machine)]
+    kept = bench_curves(view.rows, fingerprint(first), home, "gloo" if cpu else "nccl") if first else []
+    curves = [*kept, *ideal_curves(found)]
+    return msgspec.structs.replace(view, rows=with_ideals(view.rows, found), curves=curves)
 
 
 def _dumps(paths: list[Path]) -> Topology | None:
