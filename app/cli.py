@@ -5,14 +5,23 @@ from __future__ import annotations
 import shutil
 import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeVar
 
 import typer
 
+from costlab.app.codec.commands import codec
 from costlab.app.exit_codes import Exit
+from costlab.app.export.cli import export as export_cli
+from costlab.app.kernel_bench.commands import bench_kernels
+from costlab.app.plan.cli import plan
+from costlab.app.shapes.commands import shapes
+from costlab.app.sweeps import recompute_cli
+from costlab.app.sweeps.commands import sweep
 from costlab.app.topology.commands import bench_collectives, topo
+from costlab.app.tune import cli as tune_cli
 from costlab.app.whatif import cli as whatif_cli
 
 if TYPE_CHECKING:
@@ -81,15 +90,26 @@ def run_command(
     dtype: Annotated[str, typer.Option(help="fp32 or bf16 (parameters stay fp32)")] = "bf16",
     batch: Annotated[int, typer.Option("--batch", "-b", help="Samples per rank; 0: the size's default")] = 0,
     seq: Annotated[int, typer.Option(help="Tokens per sample; 0: the size's default")] = 0,
-    recompute: Annotated[str, typer.Option(help="Activation recomputation: none or block")] = "none",
+    recompute: Annotated[str, typer.Option(help="Recomputation: none, block, operator or budget:SHARE")] = "none",
     fused: Annotated[bool, typer.Option("--fused", help="Put in fused Triton kernels where they fit")] = False,
+    plan: Annotated[str, typer.Option("--plan", help="Put in the rewrites of a plan that `costlab tune` wrote")] = "",
     optimizer: Annotated[str, typer.Option(help="adamw or sgd")] = "adamw",
+    grad_compression: Annotated[
+        str, typer.Option("--grad-compression", help="DDP's gradient hook: none, bf16, fp16 or powersgd")
+    ] = "none",
+    schedule: Annotated[
+        str, typer.Option("--schedule", help="All-reduce: stock, auto, ring, chain, two-level, hybrid or symmetric")
+    ] = "stock",
+    accumulation: Annotated[int, typer.Option("--accumulation", help="Micro-batches of a step")] = 1,
     lr: Annotated[float, typer.Option(help="Learning rate")] = 3e-4,
     steps: Annotated[int, typer.Option(help="Timed steps")] = 20,
     warmup: Annotated[int, typer.Option(help="Steps after compiling and before timing")] = 5,
     profile_steps: Annotated[int, typer.Option(help="Profiled steps; 0: none, and no shares")] = 3,
     seed: Annotated[int, typer.Option(help="Seed of weights and data")] = 0,
     checkpoint: Annotated[bool, typer.Option(help="Save and load checkpoints while steps run")] = True,
+    checkpoint_codec: Annotated[
+        str, typer.Option("--checkpoint-codec", help="How training saves: dcp, or costlab's engine: exact, fp8")
+    ] = "dcp",
     keep_raw: Annotated[bool, typer.Option("--raw/--no-raw", help="Keep the traces the tables were made from")] = True,
     price: Annotated[float | None, typer.Option(help="Price per GPU-hour, USD; default: the price table")] = None,
     run_steps: Annotated[int, typer.Option(help="Steps of the whole training run, for its price")] = 100_000,
@@ -122,6 +142,8 @@ def run_command(
         "silence_timeout_s": silence_timeout,
         "collective_timeout_s": collective_timeout,
     }
+    if plan:
+        values["plan"] = str(tune_cli.plan_file(plan))
     given = frozenset(k for k in values if _given(context, k))
     try:
         spec = make_spec(values, preset, given)
@@ -273,11 +295,25 @@ def report(
     run: Annotated[str, typer.Argument(help="Path, id, unique prefix, or 'last'")] = "last",
     format: Annotated[Format, typer.Option("--format", "-f", help="md, text or json")] = Format.md,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="File to write; default: stdout")] = None,
+    targets: Annotated[Path | None, typer.Option("--targets", help="Fusion targets by layer class, TOML")] = None,
     force: Annotated[bool, typer.Option("--force", help="Overwrite the file")] = False,
 ) -> None:
     """Write a run's report as Markdown, text or JSON."""
-    text = _render(load_report(run), format)
+    with judged_by(targets):
+        text = _render(load_report(run), format)
     write_output(text, output, force=force)
+
+
+def judged_by(path: Path | None) -> AbstractContextManager[None]:
+    """Judge fusion inside by a user's targets, or end with one line and code 5."""
+    if path is None:
+        return nullcontext()
+    from costlab.app.analysis.fusion_targets import TargetsError, read, using
+
+    try:
+        return using(read(path))
+    except TargetsError as error:
+        stop(str(error), Exit.BAD_INPUT)
 
 
 def _render(view: RunReport, format: Format) -> str:
@@ -368,10 +404,18 @@ def doctor() -> None:
 
 
 app.command()(topo)
+app.command()(plan)
+app.command()(codec)
+app.command()(shapes)
 whatif_cli.register(app, run_command, make_spec)
+tune_cli.register(app, run_command, make_spec)
 bench = typer.Typer(no_args_is_help=True, help="Measure parts of this machine by themselves.")
 bench.command(name="collectives")(bench_collectives)
+bench.command(name="kernels")(bench_kernels)
 app.add_typer(bench, name="bench")
+app.add_typer(export_cli, name="export")
+recompute_cli.register(sweep, run_command, make_spec)
+app.add_typer(sweep, name="sweep")
 
 
 @bench.callback()

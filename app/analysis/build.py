@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
+from costlab.app.analysis import fusion_targets
 from costlab.app.analysis.checkpoint import checkpoint_view
 from costlab.app.analysis.compilation import compile_view
 from costlab.app.analysis.cost import Plan, cost_view
@@ -28,6 +29,7 @@ from costlab.app.analysis.views import (
 )
 from costlab.app.analysis.waterfall import waterfall_view
 from costlab.app.text import plain
+from costlab.app.tune.stored import read_tuning
 from costlab.probes import records as rec
 
 if TYPE_CHECKING:
@@ -85,6 +87,8 @@ class _Builder:
             energy=self.section("energy", lambda: energy_view(self.table(rec.PowerRow), self.ranks)),
             cost=self.section("cost", lambda: self.cost(steps, checkpoint)),
         )
+        if report.fusion is not None:
+            report = msgspec.structs.replace(report, fusion=fusion_targets.priced(report.fusion, report.cost))
         findings = self.section("findings", lambda: diagnose(report, self.run.note)) or []
         info = run_info(self.run.manifest, self.run.status, self.run.notes)
         return msgspec.structs.replace(report, run=info, findings=findings)
@@ -93,19 +97,34 @@ class _Builder:
         return steps_view(self.table(rec.StepRow), self.facts, self.ranks)
 
     def collectives(self) -> CollectivesView | None:
+        from costlab.app.analysis.clocks import EXTRA, clock_doubts, clock_sentence
         from costlab.app.analysis.collectives import collectives_view
 
         profiled = self.table(rec.PartRow)
         rows = self.table(rec.CollectiveRow)
         if rows.empty and profiled.empty:
             return None
-        return collectives_view(
+        clocks = clock_doubts(self.run.manifest.extra.get(EXTRA))
+        view = collectives_view(
             rows,
             expected_bytes=self.facts.expected_comm_bytes,
             formula=self.facts.expected_comm_formula,
             steps=int(profiled.step.nunique() if len(profiled) else rows.step.nunique()),
-            clock_uncertainty_us=real(self.run.manifest.extra.get("clock_uncertainty_us")),
+            clock_uncertainty_us={c.rank: c.uncertainty_us for c in clocks} or None,
         )
+        if not view.rows:
+            return view
+        view = msgspec.structs.replace(view, clock=clock_sentence(clocks))
+        return self.section("links", lambda: self.on_links(view)) or view
+
+    def on_links(self, view: CollectivesView) -> CollectivesView:
+        """The collectives with their ideal time on this machine's graph, and the curves that they lie on."""
+        from costlab.app.store import home
+        from costlab.app.topology.of_run import on_machine, read_links
+
+        links, env = read_links(self.run.path), self.environment
+        hosts = whole(self.spec.get("nnodes")) or 1
+        return on_machine(view, links, self.run.path, home(), cpu=env.device == "cpu", hosts=hosts)
 
     def fusion(self) -> FusionView | None:
         """Of the lowest rank that has spans: all ranks compile the same model, and reading all would cost memory."""
@@ -113,19 +132,29 @@ class _Builder:
         first = next((r for r in ranks if (self.run.rank_directories[r] / "spans.parquet").is_file()), None)
         chosen = (first,) if first is not None else tuple(ranks[:1])
         note = f"read from rank {chosen[0]}" if chosen and self.ranks > 1 else ""
-        view = fusion_view(
-            self.table(rec.SpanRow, chosen),
-            self.table(rec.MissRow, chosen),
-            self.table(rec.KernelRow, chosen),
-            self.facts,
-        )
+        with fusion_targets.using(fusion_targets.active()):  # read once, not for every layer
+            view = fusion_view(
+                self.table(rec.SpanRow, chosen),
+                self.table(rec.MissRow, chosen),
+                self.table(rec.KernelRow, chosen),
+                self.facts,
+            )
         if view is None:
             return None
-        patterns = pattern_views(self.table(rec.PatternRow, chosen), self.facts.copy_gbps)
-        return msgspec.structs.replace(view, patterns=patterns, note="; ".join(n for n in (view.note, note) if n))
+        patterns = pattern_views(self.table(rec.PatternRow, chosen), self.facts.copy_gbps, view.kernels, view.layers)
+        tuning = self.section("tuning", lambda: read_tuning(self.run.path))
+        words = "; ".join(n for n in (view.note, note, fusion_targets.active().problem) if n)
+        return msgspec.structs.replace(view, patterns=patterns, tuning=tuning, note=words)
 
     def checkpoint(self) -> CheckpointView | None:
-        return checkpoint_view(self.table(rec.CheckpointRow), whole(self.spec.get("checkpoint_every")) or 0)
+        return checkpoint_view(
+            self.table(rec.CheckpointRow),
+            whole(self.spec.get("checkpoint_every")) or 0,
+            str(self.spec.get("checkpoint_codec") or "dcp"),
+            self.table(rec.CheckpointStageRow),
+            self.table(rec.CheckpointCodecRow),
+            self.table(rec.ResumeRow),
+        )
 
     def compilation(self, steps: StepsView | None) -> CompileView | None:
         return compile_view(

@@ -88,8 +88,10 @@ def _note(quote: Quote, gpus: int, checkpoint: CheckpointView | None, run_steps:
     stall = checkpoint.per_step_ms if checkpoint else None
     if stall and run_steps:
         extra = money_per_ms(quote.per_hour, gpus) * stall * run_steps
+        chosen = checkpoint.chosen if checkpoint else "sync"
+        saves = "synchronous saves" if chosen == "sync" else f"saves with {chosen}"
         parts.append(
-            f"plain steps only; synchronous saves every {checkpoint.every_steps if checkpoint else 0:,} steps "
+            f"plain steps only; {saves} every {checkpoint.every_steps if checkpoint else 0:,} steps "
             f"would add {money(extra, quote.currency)} to the run"
         )
     return "; ".join(parts)

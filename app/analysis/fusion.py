@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 from costlab.app.analysis import layers as tree
-from costlab.app.analysis.frames import finite, real, whole
+from costlab.app.analysis.frames import finite, real, records, whole
 from costlab.app.analysis.layers import Traffic
 from costlab.app.analysis.views import Figure, FusionView, KernelView, MissView
 from costlab.probes.fusion.causes import text_of
@@ -21,6 +21,10 @@ if TYPE_CHECKING:
 
 RATE_HOW = "1 - addressable lost bytes / actual bytes of the fusible kernels of a step, as Inductor scheduled them"
 QUALITY_HOW = "share of profiled kernel time whose span has an unbroken chain of parents up to the step"
+_TRAFFIC = ("layer", "ms", "bytes_read", "bytes_written", "addressable_lost", "structural_lost", "fusion_status",
+            "main_cause")  # fmt: skip
+_SCHEDULED = ("name", "layer", "phase", "kernel_kind", "fusion_status", "bytes_read", "bytes_written", "flops", "ops",
+              "source")  # fmt: skip
 LIBRARY = ("extern", "template", "foreach", "collective", "wait", "nop", "user_triton", "copy")
 
 
@@ -82,7 +86,7 @@ def own_traffic(spans: pd.DataFrame) -> dict[str, Traffic]:
     own: dict[str, Traffic] = {}
     layers = spans[spans.kind == "layer"]
     for phase, rows in layers.groupby("phase", sort=False):
-        by_layer = {r["layer"]: _span_traffic(r) for r in rows.to_dict("records")}
+        by_layer = {r["layer"]: _span_traffic(r) for r in records(rows, _TRAFFIC)}
         if includes_children(by_layer, spans[spans.phase == phase]):
             _subtract_children(by_layer)
         for layer, traffic in by_layer.items():
@@ -165,7 +169,8 @@ def quality(spans: pd.DataFrame, kernels: pd.DataFrame) -> Figure | None:
     whole_ms = sum(finite(computing.ms))
     if not whole_ms or spans.empty:
         return None
-    parents = dict(zip(spans.span_id, spans.parent_span_id, strict=True))
+    ids, above = (spans[c].to_numpy(dtype=object).tolist() for c in ("span_id", "parent_span_id"))
+    parents = dict(zip(ids, above, strict=True))
     steps = set(spans.span_id[spans.kind == "step"])
     known: dict[str, bool] = dict.fromkeys(steps, True)
     others = set(kernels.name) - set(computing.name)
@@ -193,7 +198,7 @@ def rooted(span: str, parents: dict[str, Any], known: dict[str, bool]) -> bool:
 def miss_views(misses: pd.DataFrame, copy_gbps: float | None) -> list[MissView]:
     """Missed fusions, those of alike layers and the same source together; what can be mended first, by bytes."""
     groups: dict[tuple[str, str, str, bool], list[dict[Any, Any]]] = {}
-    for row in misses.to_dict("records"):
+    for row in records(misses):
         key = tree.strip_index(row["layer"]), row["cause"], row["producer_source"], bool(row["addressable"])
         groups.setdefault(key, []).append(row)
     views = [_miss_view(key[0], rows, copy_gbps) for key, rows in groups.items()]
@@ -223,8 +228,8 @@ def _miss_view(layer: str, rows: Sequence[dict[Any, Any]], copy_gbps: float | No
 
 def kernel_views(spans: pd.DataFrame, kernels: pd.DataFrame, copy_gbps: float | None) -> list[KernelView]:
     """Measured kernels with what their spans know of them, longest first."""
-    rows = kernels.to_dict("records")
-    known = {_key(r): r for r in spans[spans.kind == "kernel"].to_dict("records")}
+    rows = records(kernels)
+    known = {_key(r): r for r in records(spans[spans.kind == "kernel"], _SCHEDULED)}
     calls: dict[tuple[str, str, str], float] = {}
     for row in rows:
         calls[_key(row)] = calls.get(_key(row), 0.0) + (real(row["calls"]) or 0.0)

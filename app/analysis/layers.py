@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import fnmatch
 import re
-import tomllib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cache, cached_property
-from importlib import resources
+from functools import cached_property
 
+from costlab.app.analysis import fusion_targets
 from costlab.app.analysis.views import ClassRow, LayerRow
 from costlab.probes.records import FusionStatus
 
@@ -163,17 +161,16 @@ def _ranges(indices: Sequence[int]) -> str:
     return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in out)
 
 
-@cache
-def _targets() -> tuple[float, tuple[tuple[str, float], ...]]:
-    text = resources.files("costlab.app.analysis").joinpath("targets.toml").read_text(encoding="utf-8")
-    data = tomllib.loads(text)
-    return float(data["default"]), tuple((str(c["pattern"]), float(c["target"])) for c in data.get("class", []))
-
-
 def target_of(layer_class: str) -> float:
-    """The fusion-rate target of a layer class, from targets.toml."""
-    default, rules = _targets()
-    return next((t for pattern, t in rules if fnmatch.fnmatchcase(layer_class.lower(), pattern)), default)
+    """The fusion-rate target of a layer class: the user's, else that of targets.toml."""
+    return fusion_targets.active().of(layer_class)
+
+
+def gap_ms(t: Traffic, layer_class: str, copy_gbps: float | None) -> float | None:
+    """Time saved by closing the gap to the target, modelled on the measured copy bandwidth; None without a rate."""
+    if t.rate is None or not t.traced:
+        return None
+    return saves_ms(fusion_targets.gap_bytes(t.bytes, t.lost, target_of(layer_class)), copy_gbps)
 
 
 def saves_ms(lost: int, copy_gbps: float | None) -> float | None:
@@ -258,6 +255,7 @@ def _line(nodes: list[Node], path: str, label: str, depth: int, alike: int, copy
         structural=t.structural if t.traced else None,
         main_cause=t.main_cause,
         saves_ms=saves_ms(t.lost, copy_gbps) if t.traced else None,
+        gap_ms=gap_ms(t, layer_class, copy_gbps),
         kernels=t.kernels,
         alike=alike,
         has_children=any(n.children for n in nodes),
@@ -296,6 +294,7 @@ def _class_row(name: str, nodes: list[Node], copy_gbps: float | None) -> ClassRo
         lost=t.lost if t.traced else None,
         structural=t.structural if t.traced else None,
         saves_ms=saves_ms(t.lost, copy_gbps) if t.traced else None,
+        gap_ms=gap_ms(t, name, copy_gbps),
     )
 
 

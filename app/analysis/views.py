@@ -113,6 +113,7 @@ class LayerRow(View, frozen=True, kw_only=True):
     structural: int | None
     main_cause: str
     saves_ms: float | None  # modelled: lost bytes at measured bandwidth
+    gap_ms: float | None = None  # modelled: what reaching the target would save
     kernels: int = 0
     alike: int = 1  # how many identical siblings this line stands for
     has_children: bool = False
@@ -132,6 +133,8 @@ class ClassRow(View, frozen=True, kw_only=True):
     lost: int | None
     structural: int | None
     saves_ms: float | None
+    gap_ms: float | None = None  # modelled: what reaching the target would save
+    gap_run_money: float | None = None  # the same over the run's steps, all GPUs
 
 
 class KernelView(View, frozen=True, kw_only=True):
@@ -182,8 +185,72 @@ class PatternView(View, frozen=True, kw_only=True):
     source: str
     bytes: int  # per call of the graph; 0 where the cost is not traffic
     saves_ms: float | None  # per call of the graph
+    cost_ms: float | None = None  # per step
+    cost_kind: Literal["derived", "modelled", ""] = ""  # from profiled kernels, or from bytes at copy bandwidth
     count: int = 1
     ops: str = ""
+
+
+class CandidateView(View, frozen=True, kw_only=True):
+    """A rewrite that `costlab tune` considered. Changes are relative, of the step time; negative is faster."""
+
+    name: str
+    kernel: str  # fused kernel, "" where there is none
+    how: str  # module, pattern, loss, or none where no kernel does it
+    where: str  # module FQN, * for any index
+    places: int = 1  # how many alike places
+    layers: list[str] = []  # whose traffic and time it was judged by
+    span_ms: float | None = None  # measured, of the layers' memory-bound kernels, per step
+    kernel_bytes: int | None = None  # what the fused kernel moves, forward and backward, per step
+    lost: int | None = None  # bytes of the missed fusions in the layers, per step
+    predicted_ms: float | None = None  # saving per step
+    predicted_how: str = ""  # what the prediction follows from
+    intensity: float | None = None  # FLOP per byte of the layers' memory-bound kernels
+    miss_rate: float | None = None  # L2 sectors missed / requested of the pair's kernels
+    miss_how: str = ""  # measured by ncu or estimated
+    latency_ratio: float | None = None  # second kernel's time / both kernels' time
+    roofline: bool = False  # whether the roofline policy chooses it
+    seed: bool | None = None  # whether the rule on L2 misses and latencies does; null where it cannot say
+    seed_why: str = ""  # the rule's two figures
+    checked: bool | None = None  # whether loss and gradients agreed with the plain step's
+    check: str = ""  # differences of loss and gradients, and which code ran
+    change: float | None = None  # measured, of the step time
+    change_low: float | None = None  # its 95 % interval
+    change_high: float | None = None  # its 95 % interval
+    measured_ms: float | None = None  # saving per step
+    decision: str = "untried"  # kept, dropped or untried
+    why: str = ""  # of the decision
+
+
+class BeforeAfter(View, frozen=True, kw_only=True):
+    """A layer before the rewrites and after."""
+
+    path: str
+    label: str
+    depth: int
+    rate: float | None = None
+    rate_after: float | None = None  # with the rewrites
+    ms: float | None = None
+    ms_after: float | None = None  # with the rewrites
+    lost: int | None = None
+    lost_after: int | None = None  # bytes, with the rewrites
+
+
+class TuneView(View, frozen=True, kw_only=True):
+    """What profile-guided fusion found on this run."""
+
+    created: str
+    policy: str  # roofline or seed
+    plan: str = ""  # name of the plan file
+    whatif: str = ""  # id of the what-if that measured
+    unavailable: str = ""  # why Triton kernels cannot run here, "" where they can
+    step_ms: float | None = None
+    candidates: list[CandidateView] = []  # tried or not, largest prediction first
+    layers: list[BeforeAfter] = []  # of the traces without and with the rewrites
+    together: float | None = None  # change with all candidates at once
+    together_low: float | None = None  # its 95 % interval
+    together_high: float | None = None  # its 95 % interval
+    notes: list[str] = []  # what to know of the figures
 
 
 class FusionView(View, frozen=True, kw_only=True):
@@ -199,6 +266,7 @@ class FusionView(View, frozen=True, kw_only=True):
     misses: list[MissView] = []
     kernels: list[KernelView] = []
     patterns: list[PatternView] = []
+    tuning: TuneView | None = None  # what `costlab tune` found on this run
     note: str = ""
 
 
@@ -221,6 +289,19 @@ class CollectiveView(View, frozen=True, kw_only=True):
     busbw_gbps: float | None
     last_rank: int | None = None  # who arrived last most often
     layer: str = ""
+    wait_doubt_ms: float | None = None  # what the clocks' uncertainty makes of `wait_ms`, per step
+    ideal_ms: float | None = None  # one call at the bandwidth and latency of the slowest link on its way
+    ideal_ratio: float | None = None  # ideal / transfer of one call
+    ideal_how: str = ""
+
+
+class CurveView(View, frozen=True, kw_only=True):
+    """Bandwidth over size from a benchmark or a calibrated link, to lay the run's own collectives on."""
+
+    name: str
+    source: str
+    bytes: list[int]
+    busbw_gbps: list[float]
 
 
 class CollectivesView(View, frozen=True, kw_only=True):
@@ -233,8 +314,12 @@ class CollectivesView(View, frozen=True, kw_only=True):
     exposed_ms: float | None = None
     transfer_ms: float | None = None
     wait_ms: float | None = None
+    wait_doubt_ms: float | None = None
+    clock_uncertainty_us: float | None = None  # of a difference between two ranks' times; null where not compared
+    clock: str = ""
     overlapped: float | None = None
     straggler: str = ""
+    curves: list[CurveView] = []
     convention: str = ""
     note: str = ""
 
@@ -250,8 +335,54 @@ class CheckpointLine(View, frozen=True, kw_only=True):
     total_ms: float | None
     stall: Figure | None
     gbps: float | None
-    identical: bool | None
+    identical: bool | None  # load of an exact save: every value bit-equal to what was saved
     note: str = ""
+    lossy: bool = False  # whether values may come back changed, within a bound
+    within_bound: bool | None = None  # load of a lossy save: every value within the bound its file states
+    state_bytes: int | None = None  # before coding, all ranks
+    bits: float | None = None  # stored bits a value, everything included
+    update_error: float | None = None  # first resumed Adam update, relative, worst parameter of any rank
+
+
+class StageLine(View, frozen=True, kw_only=True):
+    """One stage of a save on its slowest rank; times count from the call."""
+
+    mode: str
+    stage: str
+    start_ms: float | None  # null for what was measured apart
+    end_ms: float | None
+    busy_ms: float  # time in which at least one piece of it was under way
+    bytes: int | None  # what it moved on that rank
+    gbps: float | None  # bytes over the busy time
+    ceiling_gbps: float | None  # what this machine reaches at the same, measured in this run
+    of_ceiling: float | None  # fraction
+    ceiling: str = ""  # how that was measured
+
+
+class CodecLine(View, frozen=True, kw_only=True):
+    """What a lossy save does to one class of tensors, on a sample of the first rank's state."""
+
+    mode: str
+    codec: str
+    tensor_class: str
+    values: int
+    bits: float  # stored bits a value
+    ratio: float  # original over stored bytes
+    rel_l2: float  # relative L2 error
+    max_abs: float  # largest absolute error
+    flushed: int  # values that were not zero and came back as zero
+    update_error: float | None  # first resumed Adam update with only this class coded, relative
+    encode_gbps: float | None  # original bytes over wall time
+    decode_gbps: float | None  # the same
+
+
+class ResumeLine(View, frozen=True, kw_only=True):
+    """Loss after a restore beside that of the training that went on with the exact state; mean over ranks."""
+
+    mode: str
+    after: int  # optimizer updates since the restore
+    loss: float
+    exact_loss: float
 
 
 class CheckpointView(View, frozen=True, kw_only=True):
@@ -259,9 +390,15 @@ class CheckpointView(View, frozen=True, kw_only=True):
 
     lines: list[CheckpointLine] = []
     every_steps: int = 0
-    per_step_ms: float | None = None  # stall of the synchronous save over the interval
+    per_step_ms: float | None = None  # stall of the way of saving the run was asked for, over the interval
     best_mode: str = ""
     note: str = ""
+    chosen: str = "sync"  # that way
+    stall: Figure | None = None  # its stall
+    bytes: int | None = None  # what it writes, all ranks
+    stages: list[StageLine] = []
+    codecs: list[CodecLine] = []
+    resumed: list[ResumeLine] = []
 
 
 class GraphView(View, frozen=True, kw_only=True):

@@ -123,7 +123,8 @@ def _stall(checkpoint: CheckpointView | None) -> str:
     if checkpoint is None or not checkpoint.per_step_ms:
         return ""
     every = f"{checkpoint.every_steps:,}"
-    return f"; not in it: checkpoint stall, {ms(checkpoint.per_step_ms)} a step at one synchronous save in {every}"
+    how = "synchronous save" if checkpoint.chosen == "sync" else f"save with {checkpoint.chosen}"
+    return f"; not in it: checkpoint stall, {ms(checkpoint.per_step_ms)} a step at one {how} in {every}"
 
 
 def _note(name: str, exposed: float, wait: float) -> str:

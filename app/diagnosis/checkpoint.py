@@ -10,6 +10,7 @@ from costlab.app.figures import interval, ms, seconds
 ALONE_SHARE = 0.01  # of the step, the whole stall spread over the interval, where nothing better was measured
 STALL_SHARE = 0.003  # of the step, the saving spread over the checkpoint interval
 _ASYNC = "async:"
+_ENGINE = "costlab:"
 
 
 def stall(context: Context) -> list[Finding]:
@@ -35,11 +36,12 @@ def stall(context: Context) -> list[Finding]:
                 f"{_words(best)}: {_measured(best)}, durable after {ms(best.total_ms)}",
                 f"note: {best.note}" if best.note else "",
             ],
-            f"Save with {_call(best.mode.removeprefix(_ASYNC))}; wait for the returned future before the next save.",
+            f"Save with {_call(best.mode.removeprefix(_ASYNC))}"
+            + ("." if best.mode.startswith(_ENGINE) else "; wait for the returned future before the next save."),
             saves_ms=saved,
             source="measured",
             how=f"difference of the two measured stalls / {view.every_steps:,} steps; not part of a plain step",
-            proves=f"--checkpoint-steps {2 * int(context.option('checkpoint_steps', 8))}",
+            proves="--checkpoint-codec fp8" if context.option("checkpoint_codec", "dcp") == "dcp" else "",
         )
     ]
 
@@ -70,7 +72,10 @@ def _nothing_better(context: Context, view: CheckpointView, plain: CheckpointLin
 
 
 def _call(configuration: str) -> str:
-    """The call of torch.distributed.checkpoint that saves this way."""
+    """The call that saves this way."""
+    if configuration.startswith(_ENGINE):
+        preset = configuration.removeprefix(_ENGINE).partition("+")[0]
+        return f'costlab.kernels.codec: AsyncCheckpointer(directory, "{preset}") with attach(optimizer)'
     known = {
         "default": "async_save(state, checkpoint_id=path)",
         "pinned": "async_save(..., async_stager=BlockingAsyncStager(cache_staged_state_dict=True)), the stager kept",
@@ -84,6 +89,8 @@ def _call(configuration: str) -> str:
 
 
 def _words(line: CheckpointLine) -> str:
+    if line.mode.startswith(_ENGINE):
+        return f"costlab's engine ({line.mode.removeprefix(_ENGINE)})"
     return f"asynchronous ({line.mode.removeprefix(_ASYNC)})" if line.mode.startswith(_ASYNC) else line.mode
 
 
@@ -94,18 +101,24 @@ def _measured(line: CheckpointLine) -> str:
 def damaged(context: Context) -> list[Finding]:
     """A save or load failed, or gave back something else than was saved."""
     view = context.report.checkpoint
-    bad = [c for c in view.lines if _failed(c) or c.identical is False] if view else []
+    bad = [c for c in view.lines if _failed(c) or _wrong(c)] if view else []
     return [
         context.finding(
             "checkpoint-damaged",
             f"The {c.op} '{c.mode}' {'failed' if _failed(c) else 'gave back other values than were saved'}",
             [c.note or "no reason was recorded"],
-            "Do not rely on this way of saving until a restored state compares equal bit by bit.",
-            severity="high" if c.identical is False else "medium",
+            "Do not rely on this way of saving until a restored state compares "
+            + ("within its bound." if c.lossy else "equal bit by bit."),
+            severity="high" if _wrong(c) else "medium",
             source="measured",
         )
         for c in bad
     ]
+
+
+def _wrong(line: CheckpointLine) -> bool:
+    """Values came back that the save had not promised."""
+    return line.identical is False or line.within_bound is False
 
 
 def _failed(line: CheckpointLine) -> bool:

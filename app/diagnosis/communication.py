@@ -65,6 +65,9 @@ def _hide(context: Context) -> tuple[str, str]:
         return f"{action} Memory allows --batch {batch}: the same bytes for more work.", f"--batch {batch}"
     if int(context.option("nnodes", 1)) > 1 and context.report.run.parallel == "fsdp":
         return f"{action} Across hosts, shard inside a host only (--parallel hsdp).", "--parallel hsdp"
+    if context.report.run.parallel == "ddp" and context.option("grad_compression", "none") == "none":
+        smaller = "bf16" if context.on_gpu else "fp16"
+        return f"{action} In {smaller} the gradients are half as large.", f"--grad-compression {smaller}"
     return action, ""
 
 

@@ -85,6 +85,11 @@ def missed(context: Context) -> list[Finding]:
     return [_missed(context, m) for m in sorted(worth, key=lambda m: -(m.saves_ms or 0.0))[:MOST]]
 
 
+def _fused(context: Context) -> str:
+    """Costlab's own kernels, where they are not in already."""
+    return "--fused" if context.on_gpu and not context.option("fused", False) else ""
+
+
 def _missed(context: Context, miss: MissView) -> Finding:
     tune = miss.cause in _AUTOTUNE and context.option("compile_mode", "default") == "default" and context.on_gpu
     times = f" in {miss.count} places" if miss.count > 1 else ""
@@ -99,7 +104,7 @@ def _missed(context: Context, miss: MissView) -> Finding:
         _sentence(mend_of(miss.cause)),
         saves_ms=miss.saves_ms,
         how="lost bytes / measured copy bandwidth",
-        proves="--compile-mode max-autotune-no-cudagraphs" if tune else "",
+        proves="--compile-mode max-autotune-no-cudagraphs" if tune else _fused(context),
         layer=miss.layer,
         where=miss.producer_source or miss.consumer_source,
     )

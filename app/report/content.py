@@ -6,10 +6,11 @@ from collections.abc import Callable
 
 from costlab.app.analysis.views import Figure, RunReport
 from costlab.app.figures import MISSING, brief, count, figure, footnote, interval, ms, seconds, share, size
+from costlab.app.report.checkpoint import write_checkpoint
 from costlab.app.report.document import Bar, Bars, Code, Document, Log, sentence
 from costlab.app.report.findings import write_findings
 from costlab.app.report.fusion import write_fusion
-from costlab.app.report.systems import write_checkpoint, write_collectives, write_compile, write_memory
+from costlab.app.report.systems import write_collectives, write_compile, write_memory
 
 
 def build_document(report: RunReport) -> Document:

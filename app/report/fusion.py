@@ -5,7 +5,7 @@ from __future__ import annotations
 from costlab.app.analysis.layers import strip_index
 from costlab.app.analysis.views import FusionView, KernelView, LayerRow, MissView, RunReport
 from costlab.app.diagnosis.fusion import between
-from costlab.app.figures import MISSING, count, figure, ms, rate, share, size, times
+from costlab.app.figures import MISSING, count, figure, money, ms, rate, share, size, times
 from costlab.app.report.document import Cell, Code, Document, sentence
 from costlab.probes.records import FusionStatus
 
@@ -33,21 +33,29 @@ def write_fusion(doc: Document, report: RunReport) -> None:
         f"trace quality {figure(view.quality)}" if view.quality else "",
     ]
     doc.say(f"{STATUS[view.status]}. {sentence(', '.join(p for p in parts if p))} {sentence(view.note)}".strip())
-    _write_classes(doc, view)
+    _write_classes(doc, view, report.cost.currency if report.cost else "USD")
     _write_layers(doc, view)
     _write_misses(doc, view)
     _write_patterns(doc, view)
+    if view.tuning is not None:
+        from costlab.app.tune.render import write_candidates
+
+        doc.heading("Profile-guided fusion", 3)
+        write_candidates(doc, view.tuning)
     _write_kernels(doc, view)
 
 
-def _write_classes(doc: Document, view: FusionView) -> None:
+def _write_classes(doc: Document, view: FusionView, currency: str) -> None:
     rows: list[list[Cell]] = [
         [c.layer_class or "(none)", str(c.layers), STATUS[c.status], rate(c.rate), rate(c.target), ms(c.ms),
-         size(c.bytes), size(c.lost), ms(c.saves_ms)]
+         size(c.bytes), size(c.lost), ms(c.saves_ms), ms(c.gap_ms),
+         MISSING if c.gap_run_money is None else money(c.gap_run_money, currency)]
         for c in view.classes
     ]  # fmt: skip
-    headers = ["layer class", "layers", "status", "rate", "target", "time", "bytes", "lost", "saves"]
-    doc.table(headers, rows, right=(1, 3, 4, 5, 6, 7, 8), drop=(4, 6))
+    headers = ["layer class", "layers", "status", "rate", "target", "time", "bytes", "lost", "saves", "gap", "gap, run"]
+    doc.table(headers, rows, right=(1, 3, 4, 5, 6, 7, 8, 9, 10), drop=(6, 1, 8, 10, 9))
+    if view.classes:
+        doc.say("gap: time a step that reaching the target would save, modelled at the measured copy bandwidth.")
 
 
 def _write_layers(doc: Document, view: FusionView) -> None:
@@ -79,8 +87,12 @@ def _write_patterns(doc: Document, view: FusionView) -> None:
         return
     doc.heading("Anti-patterns in the model", 3)
     shown = view.patterns[:PATTERNS]
-    rows: list[list[Cell]] = [[p.layer or "model", p.text, size(p.bytes or None), p.source, p.mend] for p in shown]
-    doc.table(["layer", "what", "bytes a call", "where", "mend"], rows, right=(2,), wide=1, drop=(4, 2))
+    rows: list[list[Cell]] = [
+        [p.layer or "model", p.text, f"{ms(p.cost_ms)} {p.cost_kind}".strip(), size(p.bytes or None), p.source, p.mend]
+        for p in shown
+    ]
+    headers = ["layer", "what", "cost a step", "bytes a call", "where", "mend"]
+    doc.table(headers, rows, right=(2, 3), wide=1, drop=(5, 3))
     _more(doc, len(view.patterns), PATTERNS)
 
 

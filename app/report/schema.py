@@ -44,6 +44,7 @@ _EXACT = {
     "share": "fraction", "rate": "fraction", "strict_rate": "fraction", "target": "fraction", "of_copy": "fraction",
     "overlapped": "fraction", "saves_share": "fraction", "ms": "ms", "seconds": "s", "calls": "per step",
     "gbps": "GB/s", "flops": "FLOP per step", "saves_money": "currency of cost", "saves_run_money": "currency of cost",
+    "gap_run_money": "currency of cost",
     "power_limit_w": "W", "units_per_step": "tokens or samples",
 }  # fmt: skip
 _ENDINGS = {"_ms": "ms", "_us": "us", "_gbps": "GB/s", "_s": "s", "_bytes": "B", "_w": "W"}

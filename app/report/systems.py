@@ -1,24 +1,22 @@
-"""Communication, checkpoint, compile and memory as sections."""
+"""Communication, compile and memory as sections."""
 
 from __future__ import annotations
 
 from costlab.app.analysis.frames import largest
-from costlab.app.analysis.views import CheckpointLine, CollectiveView, CompileView, RunReport
+from costlab.app.analysis.views import CollectivesView, CollectiveView, CompileView, RunReport
 from costlab.app.figures import (
     MISSING,
     count,
     figure,
-    interval,
     ms,
-    number,
-    resolved,
     seconds,
     share,
     size,
     times,
     value,
 )
-from costlab.app.report.document import Cell, Code, Document, sentence
+from costlab.app.report.chart import Series, chart
+from costlab.app.report.document import Cell, Code, Document, Log, sentence
 
 ROWS = 12  # before the rest is folded
 
@@ -32,56 +30,54 @@ def write_collectives(doc: Document, report: RunReport) -> None:
         return
     doc.say(
         f"In the profiled steps, {ms(view.total_ms)} a step, {ms(view.exposed_ms)} of it not hidden behind compute; "
-        f"transfer {ms(view.transfer_ms)}, waiting for the last rank {ms(view.wait_ms)}. The profiler slows the hosts "
-        "and so lengthens waiting; the waterfall above holds the unprofiled step's share."
+        f"transfer {ms(view.transfer_ms)}, waiting for the last rank {ms(view.wait_ms)}{_within(view)}. The profiler "
+        "slows the hosts and so lengthens waiting; the waterfall above holds the unprofiled step's share."
     )
     expected = f" (from parameter sizes: {figure(view.expected_bytes)})" if view.expected_bytes else ""
     doc.say(f"A rank moves {figure(view.bytes_per_step)} a step{expected}." if view.bytes_per_step else "")
     headers = ["collective", "ranks", "calls", "bytes a call", "time", "wait", "transfer", "exposed", "algbw", "busbw"]
+    ideals = any(r.ideal_ms is not None for r in view.rows)
+    headers += ["ideal a call", "ideal/transfer"] if ideals else []
+    rows = [_collective(r, ideals) for r in view.rows]
     right = tuple(range(1, len(headers)))
-    doc.table(headers, [_collective(r) for r in view.rows[:ROWS]], right=right, drop=(8, 1, 6))
+    doc.table(headers, rows[:ROWS], right=right, drop=(8, 10, 1, 6, 11))
     inner = Document()
-    inner.table(headers, [_collective(r) for r in view.rows[ROWS:]], right=right)
+    inner.table(headers, rows[ROWS:], right=right)
     doc.details(f"{len(view.rows) - ROWS} more", inner)
-    for text in (view.straggler, view.convention, view.note):
+    _write_bandwidth(doc, view)
+    ways = list(dict.fromkeys(r.ideal_how for r in view.rows if r.ideal_how))
+    ideal = (
+        f"ideal: one latency and the call's bytes over the slowest link on its way: {'; '.join(ways)}" if ways else ""
+    )
+    for text in (view.straggler, view.clock, ideal, view.convention, view.note):
         doc.say(sentence(text))
 
 
-def _collective(r: CollectiveView) -> list[Cell]:
+def _within(view: CollectivesView) -> str:
+    return "" if view.wait_doubt_ms is None else f" (±{ms(view.wait_doubt_ms)} by the ranks' clocks)"
+
+
+def _write_bandwidth(doc: Document, view: CollectivesView) -> None:
+    """The run's collectives on the machine's curves; nothing without curves, the table says as much."""
+    if not view.curves:
+        return
+    series = [Series(c.name, list(zip(c.bytes, c.busbw_gbps, strict=False)), curve=True) for c in view.curves]
+    for kind in dict.fromkeys(r.kind for r in view.rows):
+        known = [(largest((r.bytes_in, r.bytes_out)), r.busbw_gbps) for r in view.rows if r.kind == kind]
+        points = [(x, y) for x, y in known if x is not None and y is not None]
+        series += [Series(kind, points)] if points else []
+    doc.say("Bus bandwidth over the size of one call, the run's own collectives on curves to compare with:")
+    doc.blocks.append(Log(chart(series)))
+    doc.items([[f"{c.name}: {c.source}."] for c in view.curves])
+
+
+def _collective(r: CollectiveView, ideals: bool) -> list[Cell]:
     call = size(largest((r.bytes_in, r.bytes_out)))
     return [
         f"{r.kind} {r.dtype}".strip(), str(r.group_size), times(r.calls), call, ms(r.ms),
         ms(r.wait_ms), ms(r.transfer_ms), ms(r.exposed_ms), value(r.algbw_gbps, "GB/s"), value(r.busbw_gbps, "GB/s"),
+        *([ms(r.ideal_ms), share(r.ideal_ratio)] if ideals else []),
     ]  # fmt: skip
-
-
-def write_checkpoint(doc: Document, report: RunReport) -> None:
-    """The section; says so where no checkpoint was taken."""
-    doc.heading("Checkpoint")
-    view = report.checkpoint
-    if view is None:
-        doc.say("Not measured: no checkpoint was taken.")
-        return
-    headers = ["", "mode", "stall", "95 % interval", "call blocks", "until done", "size", "GB/s", "restored"]
-    doc.table(headers, [_checkpoint(c) for c in view.lines], right=(2, 3, 4, 5, 6, 7), wide=1, drop=(7, 6, 3))
-    if view.per_step_ms is not None:
-        doc.say(
-            f"One synchronous save every {view.every_steps:,} steps costs {ms(view.per_step_ms)} a step, which is not "
-            "part of the step above."
-        )
-    if any(c.stall and c.stall.low is not None and c.stall.low <= 0 for c in view.lines):
-        doc.say("A stall after < is not told apart from none: the bound is the upper end of its 95 % interval.")
-    doc.say(f"Smallest stall: {view.best_mode}." if view.best_mode else "")
-    notes = [[f"{c.op} {c.mode}: {c.note}"] for c in view.lines if c.note]
-    doc.items(notes)
-    doc.say(sentence(view.note))
-
-
-def _checkpoint(c: CheckpointLine) -> list[Cell]:
-    same = {True: "bit for bit", False: "DIFFERS", None: MISSING}[c.identical]
-    state = c.mode if c.ok else f"{c.mode} ({'not run' if c.note.startswith('not run') else 'failed'})"
-    return [c.op, state, resolved(c.stall), interval(c.stall), ms(c.blocked_ms), ms(c.total_ms), size(c.bytes),
-            number(c.gbps), same if c.op == "load" else ""]  # fmt: skip
 
 
 def write_compile(doc: Document, report: RunReport) -> None:

@@ -10,13 +10,13 @@ import msgspec
 
 from costlab.app.analysis.compare import Change
 from costlab.app.analysis.views import Figure
-from costlab.app.figures import MISSING, count, ms, number, seconds, share, size, value
+from costlab.app.figures import MISSING, count, interval, ms, number, resolved, seconds, share, size, value
 from costlab.app.report.compare import signed
 from costlab.app.report.document import Cell, Code, Document, Log, sentence
 from costlab.app.report.markdown import to_markdown
 from costlab.app.report.terminal import to_text
 from costlab.app.text import plain
-from costlab.app.whatif.results import Arm, LegRecord, Parity, WhatIfResult, is_variant
+from costlab.app.whatif.results import Arm, LegRecord, Parity, SaveEffect, WhatIfResult, is_variant
 from costlab.app.whatif.spec import command_of
 from costlab.app.whatif.static_dynamic import Row, StaticDynamic
 from costlab.app.whatif.store import Accuracy
@@ -49,6 +49,7 @@ def build_whatif(result: WhatIfResult, *, stale: bool = False) -> Document:
     if stale:
         doc.say("Stale: measured on other hardware or software than this machine has now.")
     doc.items([[answer(result, v)] for v in result.variants])
+    doc.items([[f"{v.name}: {saving(v.saves)}"] for v in result.variants if v.saves is not None])
     doc.blocks.append(Log(forest(result)))
     _write_table(doc, result)
     _write_effects(doc, result)
@@ -94,6 +95,22 @@ def answer(result: WhatIfResult, arm: Arm) -> str:
     return (
         f"{arm.name} is {share(abs(arm.change.value or 0.0))} {arm.verdict} in {arm.measure}"
         f" {limits(arm.change)} %: {between}{money}."
+    )
+
+
+def saving(effect: SaveEffect) -> str:
+    """What a save costs another way, foretold and measured."""
+    if effect.stall_after is None or effect.stall_before is None:
+        return f"the stall of a save with {effect.after} is not known. {sentence(effect.note)}".rstrip()
+    before, after = (f"{resolved(f)} {interval(f)}".rstrip() for f in (effect.stall_before, effect.stall_after))
+    told = "" if effect.predicted_stall is None else f"; predicted {resolved(effect.predicted_stall)}"
+    expected = "" if effect.predicted_bytes is None else f"; predicted {size(effect.predicted_bytes)}"
+    back = {True: "within its error bound" if effect.lossy else "bit by bit", False: "WRONG", None: "not compared"}
+    error = "" if effect.update_error is None else f", first resumed update off by {share(effect.update_error)}"
+    return (
+        f"a save with {effect.after} stalls training for {after} instead of {before} with {effect.before}{told}; it "
+        f"writes {size(effect.bytes.b)} instead of {size(effect.bytes.a)}{expected}. Restored: "
+        f"{back[effect.restored]}{error}."
     )
 
 

@@ -69,7 +69,7 @@ def _how(spec: dict[str, Any]) -> str:
         return ""
     compiled = str(spec.get("compile", ""))
     graphs = " + CUDA graphs" if spec.get("cudagraphs") else ""
-    graphs += " + fused kernels" if spec.get("fused") else ""
+    graphs += " + fused kernels" if spec.get("fused") else " + fusion plan" if spec.get("plan") else ""
     return f"{_COMPILE.get(compiled, compiled)} {'FSDP2' if parallel == 'fsdp' else parallel.upper()}{graphs}".strip()
 
 

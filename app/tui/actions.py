@@ -25,6 +25,7 @@ from costlab.app.tui.panes.fusion import FusionPane
 from costlab.app.tui.panes.overview import OverviewPane
 from costlab.app.tui.panes.registry import PANES
 from costlab.app.tui.panes.runs import RunsPane
+from costlab.app.tui.panes.whatif import WhatIfPane
 from costlab.app.tui.recording import Recording
 
 
@@ -118,6 +119,19 @@ class Actions(Recording):
         if message.layer and isinstance(self.pane, FusionPane):
             self.pane.reveal(message.layer)
 
+    @on(OverviewPane.ProveAsked)
+    async def _prove(self, message: OverviewPane.ProveAsked) -> None:
+        await self.show_pane("whatif")
+        if isinstance(self.pane, WhatIfPane):
+            self.pane.offer(message.fragment)
+
+    @on(WhatIfPane.Proved)
+    def _proved(self) -> None:
+        report = self.session.report
+        for overview in self.query(OverviewPane):
+            if report is not None and overview.report is report:
+                overview.fill_findings(report)
+
     @on(RunsPane.OpenAsked)
     def _open_line(self, message: RunsPane.OpenAsked) -> None:
         if message.row.path is not None:
@@ -157,19 +171,24 @@ class Actions(Recording):
         """Write the report to a file."""
         report = self.session.report
         if report is not None:
-            self.push_screen(Export(f"costlab-{report.run.id}"), self._export_to)
+            self.push_screen(Export(f"costlab-{report.run.id}", self.pane.TITLE), self._export_to)
 
     def _export_to(self, target: ExportTo | None) -> None:
         report = self.session.report
-        if target is not None and report is not None:
-            self._export(report, target.form, target.path, overwrite=False)
+        if target is None or report is None:
+            return
+        text = self.pane.markdown() if target.only_pane else ""
+        if target.only_pane and not text:
+            self.notify("This pane has nothing to export", timeout=4)
+            return
+        self._export(report, target.form, target.path, overwrite=False, text=text)
 
     @work(thread=True, exclusive=True, exit_on_error=False, group="export", description="export the report")
-    def _export(self, report: RunReport, form: str, path: Path, *, overwrite: bool) -> None:
+    def _export(self, report: RunReport, form: str, path: Path, *, overwrite: bool, text: str = "") -> None:
         try:
-            slow.export(report, form, path, overwrite=overwrite)
+            slow.export(report, form, path, overwrite=overwrite, text=text)
         except FileExistsError:
-            self.post_message(ExportExists(path, form))
+            self.post_message(ExportExists(path, form, text))
         except OSError as error:
             self.post_message(WorkFailed("cannot write the report", f"{path}: {error.strerror}"))
         else:
@@ -187,7 +206,7 @@ class Actions(Recording):
     def _overwrite(self, message: ExportExists, yes: bool | None) -> None:
         report = self.session.report
         if yes and report is not None:
-            self._export(report, message.form, message.path, overwrite=True)
+            self._export(report, message.form, message.path, overwrite=True, text=message.text)
 
     def get_system_commands(self, screen: Screen[object]) -> Iterable[SystemCommand]:  # noqa: ARG002
         """The palette: what makes sense in the present state."""

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from costlab.probes.spec import PRESETS, WORKLOAD_SIZES, RunSpec, SpecError, apply_preset, validate
+from costlab.probes.spec import PRESETS, RECOMPUTE_NAMES, WORKLOAD_SIZES, RunSpec, SpecError, apply_preset, validate
 
 NO_PRESET = "custom"
 FIELDS = (
@@ -35,6 +35,8 @@ def choices(field: str) -> tuple[str, ...]:
     hint = typing.get_type_hints(RunSpec)[field]
     if hint is bool:
         return ("off", "on")
+    if field == "recompute":
+        return (*RECOMPUTE_NAMES, "budget:0.5")
     return tuple(map(str, typing.get_args(hint)))
 
 

@@ -89,6 +89,7 @@ class ExportExists(Message):
 
     path: Path
     form: str
+    text: str = ""  # what was to be written, where it is not the whole report
 
 
 @dataclass

@@ -38,10 +38,13 @@ class Recording(Loading):
             self.notify("A run is active: c cancels it", timeout=4)
             await self.show_pane(LIVE)
             return
+        if self.session.measuring:
+            self.notify("A what-if is measuring: another run would disturb it; escape in What-if ends it", timeout=4)
+            return
         self.push_screen(NewRun(self.last_spec), self._start)
 
     async def _start(self, spec: RunSpec | None) -> None:
-        if spec is None:
+        if spec is None or self.session.measuring:
             return
         self.last_spec = spec
         try:

@@ -14,6 +14,19 @@ from costlab.app.tui.messages import Loaded
 from costlab.probes.records import AnyEvent
 
 
+@dataclass(frozen=True)
+class Proof:
+    """What a what-if showed of the option that a finding names."""
+
+    verdict: str  # faster | slower | no difference | invalid
+    words: str = ""  # the measured change
+
+
+def proof_key(run_id: str, item: str) -> str:
+    """Key of a proof: the run that was the baseline, and the option as an item of a what-if."""
+    return f"{run_id} {item}"
+
+
 @dataclass
 class Session:
     """The state of one sitting; only the app changes it."""
@@ -27,6 +40,8 @@ class Session:
     problem: str = ""
     given: list[Path] = field(default_factory=list)
     marked: list[Path] = field(default_factory=list)
+    measuring: bool = False  # a what-if runs: another run would disturb it
+    proofs: dict[str, Proof] = field(default_factory=dict)  # what what-ifs of this sitting showed, by proof_key
 
     @property
     def report(self) -> RunReport | None:

@@ -74,9 +74,9 @@ def rendered(report: RunReport, form: str) -> str:
     return render_text(report) if form == "text" else render_markdown(report)
 
 
-def export(report: RunReport, form: str, path: Path, *, overwrite: bool) -> None:
-    """Write the report; FileExistsError unless `overwrite` when the file is there."""
-    text = rendered(report, form)
+def export(report: RunReport, form: str, path: Path, *, overwrite: bool, text: str = "") -> None:
+    """Write the report, or `text` where given; FileExistsError unless `overwrite` when the file is there."""
+    text = text or rendered(report, form)
     with path.open("w" if overwrite else "x", encoding="utf-8") as sink:
         sink.write(text if text.endswith("\n") else text + "\n")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import statistics
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from costlab.app.whatif.narrate import WhatIfNarrator
 from costlab.app.whatif.results import WhatIfResult
 from costlab.app.whatif.spec import WhatIfSpec, environment_key, make_whatif, spec_key
 from costlab.app.whatif.stats import LOOKS
-from costlab.app.whatif.store import find_cached, new_whatif_directory
+from costlab.app.whatif.store import find_cached, list_whatifs, new_whatif_directory
 from costlab.probes.launch import Launcher
 from costlab.probes.spec import RunSpec
 
@@ -51,6 +52,26 @@ def ask(
     return make_whatif(spec, items, settings, factorial=factorial, legs=most, budget_s=budget_s, checkpoint=checkpoint)
 
 
+def expectation(whatif: WhatIfSpec, parent: Path | None = None) -> str:
+    """How many legs there will be, and how long they take if those of an earlier what-if of this workload say it."""
+    arms, legs = len(whatif.arms()), whatif.legs
+    words = f"{arms} arms x {'at most ' if whatif.budget_s else ''}{legs} legs"
+    keys = ("workload", "size", "ranks", "device", "compile", "dtype")
+    alike = [
+        leg
+        for _, known in list_whatifs(parent)
+        if all(getattr(known.spec.baseline, k) == getattr(whatif.baseline, k) for k in keys)
+        for leg in known.legs
+        if leg.status == "complete"
+    ]
+    first = [leg.seconds for leg in alike if leg.round == 0]
+    later = [leg.seconds for leg in alike if leg.round > 0]
+    if not first or not later:
+        return f"{words}; the first round compiles, profiles and saves, later ones are short"
+    total = arms * (statistics.fmean(first) + (legs - 1) * statistics.fmean(later))
+    return f"{words}; about {total:.0f} s by {len(alike)} legs measured before"
+
+
 def answer(
     whatif: WhatIfSpec, *, fresh: bool = False, quiet: bool = False, launcher: LauncherFactory = Launcher
 ) -> Answer:
@@ -63,6 +84,7 @@ def answer(
             narrator.line(f"measured before, {result.created}: {result.id}; --fresh measures it again")
             return Answer(result, path, cached=True)
         narrator.line(f"{result.id} answers this, but is stale: hardware or software have changed; measuring again")
+    narrator.line(expectation(whatif))
     directory = new_whatif_directory()
     engine = WhatIf(whatif, directory, launcher=launcher)
     ends = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)

@@ -41,6 +41,14 @@ def _stall(r: RunReport) -> float | None:
     return r.checkpoint.per_step_ms if r.checkpoint else None
 
 
+def _save_stall(r: RunReport) -> float | None:
+    return _value(r.checkpoint.stall) if r.checkpoint else None
+
+
+def _save_bytes(r: RunReport) -> float | None:
+    return r.checkpoint.bytes if r.checkpoint else None
+
+
 # Of the profiled first legs: name, unit, where it is, whether more is better.
 _FIGURES: tuple[tuple[str, str, Getter, bool], ...] = (
     ("communicated bytes", "B", _bytes, False),
@@ -49,6 +57,8 @@ _FIGURES: tuple[tuple[str, str, Getter, bool], ...] = (
     ("fusion rate", "rate", _rate, True),
     ("cold compile", "s", _compile, False),
     ("checkpoint stall per step", "ms", _stall, False),
+    ("checkpoint stall of a save", "ms", _save_stall, False),
+    ("checkpoint bytes", "B", _save_bytes, False),
 )
 
 

@@ -6,10 +6,13 @@ what-if, since nothing can be compared with it.
 
 from __future__ import annotations
 
+import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 
 from costlab.app.store import StoreError
@@ -21,8 +24,26 @@ from costlab.app.whatif.results import LegRecord, WhatIfResult, WhatIfStatus, is
 from costlab.app.whatif.spec import BASELINE, CONTROL, WhatIfSpec, environment_key, spec_key
 from costlab.app.whatif.store import record_predictions, save
 from costlab.probes.launch import Launcher, LaunchError
+from costlab.probes.warm import Template, TemplateError, WarmLauncher
 
 Told = Callable[[events.WhatIfEvent], None]
+NO_FORK = "COSTLAB_NO_FORK"
+MOST_REPEATED = 2  # disturbed rounds that are measured again
+
+
+@contextmanager
+def warm(launcher: LauncherFactory, spec: WhatIfSpec) -> Iterator[LauncherFactory]:
+    """The launcher for all legs: of forks where that is possible on this host, unless COSTLAB_NO_FORK is set."""
+    if launcher is not Launcher or spec.baseline.nnodes > 1 or os.environ.get(NO_FORK, "0") not in ("", "0"):
+        yield launcher
+        return
+    try:
+        template = Template()
+    except TemplateError:
+        yield launcher
+        return
+    with template:
+        yield partial(WarmLauncher, template)
 
 
 class WhatIf:
@@ -56,27 +77,33 @@ class WhatIf:
     def run(self, told: Told) -> WhatIfResult:
         """All rounds; the result is stored in the directory after each, and the predictions are recorded at the end."""
         self._began = time.monotonic()
-        status: WhatIfStatus = "complete"
-        for number in range(self.spec.legs):
-            ended = self._round(number, told)
-            if ended is not None:
-                status = ended
-                break
-            early = self._early(number + 1)
-            last = number + 1 == self.spec.legs
-            if not last:
-                told(events.Interim(self._conclude(early or "complete", number + 1)))
-            if early is not None and not last:
-                status = early
-                break
+        with warm(self.launcher, self.spec) as self.launcher:
+            status = self._rounds(told)
         result = self._conclude(status, self._complete())
         record_predictions(result)
         told(events.Ended(result))
         return result
 
+    def _rounds(self, told: Told) -> WhatIfStatus:
+        status: WhatIfStatus = "complete"
+        number = -1
+        while (number := number + 1) < self.planned:
+            ended = self._round(number, told)
+            if ended is not None:
+                status = ended
+                break
+            early = self._early(number + 1)
+            last = number + 1 == self.planned
+            if not last:
+                told(events.Interim(self._conclude(early or "complete", number + 1)))
+            if early is not None and not last:
+                status = early
+                break
+        return status
+
     @property
     def level(self) -> float:
-        """Level of the reported intervals: 95 % where the number of legs is fixed, more where it may stop early."""
+        """Level of the reported intervals: 98 % where the number of legs is fixed, more where it may stop early."""
         return 1 - stats.ALPHA if self.spec.budget_s is None else stats.look_level(self.spec.legs)
 
     def order(self, number: int) -> list[str]:
@@ -84,8 +111,14 @@ class WhatIf:
         arms = [a for a in self.spec.arms() if a not in self.dropped]
         return arms[::-1] if number % 2 else arms
 
+    @property
+    def planned(self) -> int:
+        """Rounds there are to be: as asked, and one more for each that was disturbed, two at most."""
+        disturbed = len(self._evidence.rounds()) - len(self._evidence.quiet_rounds())
+        return self.spec.legs + min(disturbed, MOST_REPEATED)
+
     def _complete(self) -> int:
-        return len(stats.complete_rounds(self._evidence.rounds(), []))
+        return len(stats.complete_rounds(self._evidence.quiet_rounds(), []))
 
     def _conclude(self, status: WhatIfStatus, rounds: int) -> WhatIfResult:
         self._evidence.seconds = time.monotonic() - self._began
@@ -129,7 +162,7 @@ class WhatIf:
         """Whether all variants are decided at a planned look."""
         if self.spec.budget_s is None or rounds not in stats.looks_until(self.spec.legs):
             return None
-        done = self._evidence.rounds()
+        done = self._evidence.quiet_rounds()
         left = [v.name for v in self.spec.variants if v.name not in self.dropped]
         return "stopped early" if all(stats.settled(stats.effect(done, n, self.level)) for n in left) else None
 
@@ -194,7 +227,7 @@ class WhatIf:
 
     def _announcement(self, arm: str, number: int) -> events.LegStarted:
         done, left = len(self._evidence.legs), len(self.order(0))
-        remaining = left * (self.spec.legs - number) - sum(leg.round == number for leg in self._evidence.legs)
+        remaining = left * (self.planned - number) - sum(leg.round == number for leg in self._evidence.legs)
         each = self._leg_seconds()
         eta = each * remaining if done else None
         if eta is not None and self.spec.budget_s is not None:

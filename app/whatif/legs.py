@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from costlab.app.analysis.views import RunReport
     from costlab.app.store import Run
 
+SAVES_S = 20.0  # for an arm's saves, where the user gives no --checkpoint-budget
 MEMORY_KINDS = ("out-of-memory", "host-out-of-memory")
 _SIZE = r"([\d.]+) ?([KMGT]i?B|bytes)"
 _POWERS = {"b": 0, "k": 1, "m": 2, "g": 3, "t": 4}
@@ -54,6 +55,7 @@ def leg_spec(whatif: WhatIfSpec, arm: str, round_: int) -> RunSpec:
         seed=spec.seed + round_,
         profile_steps=spec.profile_steps if first else 0,
         checkpoint=first and spec.checkpoint,
+        checkpoint_budget_s=spec.checkpoint_budget_s or SAVES_S,
         warmup=spec.warmup + (2 if round_ or spec.compile == "none" else 0),
         keep_raw=False,
         lean=round_ > 0,

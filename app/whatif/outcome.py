@@ -14,6 +14,7 @@ from costlab.app.whatif.legs import MEMORY_KINDS, missing_bytes
 from costlab.app.whatif.parity import judge
 from costlab.app.whatif.predict import checked
 from costlab.app.whatif.results import Arm, FactorEffect, LegRecord, Prediction, WhatIfResult, WhatIfStatus
+from costlab.app.whatif.saves import save_effect
 from costlab.app.whatif.spec import BASELINE, CONTROL, Variant, WhatIfSpec
 from costlab.probes.records import Environment
 
@@ -47,6 +48,10 @@ class Evidence:
                 out.setdefault(leg.round, {})[leg.arm] = math.log(leg.step_ms / (leg.units_per_step or 1))
         return [out[r] for r in sorted(out)]
 
+    def quiet_rounds(self) -> list[Mapping[str, float]]:
+        """The rounds that estimates are made from: those without a disturbed leg."""
+        return stats.undisturbed(self.rounds())
+
     def failed(self, arm: str) -> LegRecord | None:
         """The arm's leg that failed."""
         return next((leg for leg in self.legs if leg.arm == arm and leg.status == "failed"), None)
@@ -54,7 +59,7 @@ class Evidence:
 
 def conclude(evidence: Evidence, status: WhatIfStatus, level: float) -> WhatIfResult:
     """The result of what has been measured so far."""
-    spec, rounds = evidence.spec, evidence.rounds()
+    spec, rounds = evidence.spec, evidence.quiet_rounds()
     report = evidence.reports.get(BASELINE)
     control = stats.effect(rounds, CONTROL, level)
     cost = report.cost if report else None
@@ -79,20 +84,28 @@ def conclude(evidence: Evidence, status: WhatIfStatus, level: float) -> WhatIfRe
         currency=cost.currency if cost else "USD",
         legs=list(evidence.legs),
         seconds=evidence.seconds,
-        notes=[*evidence.notes, *_remarks(spec, control)],
+        notes=[*evidence.notes, *_disturbed(evidence, rounds), *_remarks(spec, control)],
     )
+
+
+def _disturbed(evidence: Evidence, kept: list[Mapping[str, float]]) -> list[str]:
+    out = len(evidence.rounds()) - len(kept)
+    if not out:
+        return []
+    which = "round was" if out == 1 else "rounds were"
+    return [f"{out} {which} disturbed and left out: a leg lay far off what its arm and its round have in common"]
 
 
 def _remarks(spec: WhatIfSpec, control: stats.Estimate | None) -> list[str]:
     notes = []
     if control is not None and not control.low <= 0 <= control.high:
         notes.append(
-            "the A/A control differs from its own baseline: expected of 1 in 20 what-ifs, or the machine was not quiet"
+            "the A/A control differs from its own baseline: expected of 1 in 50 what-ifs, or the machine was not quiet"
         )
     if len(spec.variants) >= 5:
         notes.append(
             f"each interval holds with its own probability; of {len(spec.variants)} variants without any effect about"
-            f" {0.05 * len(spec.variants):.1f} would be called different at 95 %"
+            f" {stats.ALPHA * len(spec.variants):.1f} would be called different at {100 * (1 - stats.ALPHA):.0f} %"
         )
     return notes
 
@@ -179,6 +192,9 @@ def _arm(
             evidence.legs, [BASELINE, CONTROL], name, evidence.reports.get(BASELINE), evidence.reports.get(name)
         ),
         money=_money(evidence, name),
+        saves=save_effect(
+            evidence.reports.get(BASELINE), evidence.reports.get(name), evidence.spec.baseline, evidence.spec.arm(name)
+        ),
         legs=len(own),
         run=own[0].directory if own else "",
         notes=_own_notes(evidence, name),

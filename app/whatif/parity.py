@@ -23,6 +23,7 @@ from costlab.app.whatif.stats import student_quantile
 # Other data, other arithmetic or another algorithm: the losses are meant to differ.
 INCOMPARABLE = {
     "batch": "other data",
+    "accumulation": "other data",
     "seq": "other data",
     "ranks": "other data",
     "workload": "another model",

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from costlab.app.analysis.views import RunReport
+from costlab.app.whatif.predict_schedule import schedule
 from costlab.app.whatif.results import Prediction
 from costlab.probes.spec import RunSpec
 
@@ -18,7 +19,8 @@ Model = Callable[[RunReport, RunSpec, RunSpec], Prediction | None]
 # Passes over memory per parameter: AdamW reads weight, gradient and two moments and writes all but the gradient.
 _ACCESSES = {"adamw": 7, "sgd": 5}
 # Options that the timed steps do not contain.
-_NO_EFFECT = ("checkpoint", "checkpoint_steps", "checkpoint_every", "lr", "profile_steps", "run_steps")
+_SAVES = ("checkpoint", "checkpoint_codec", "checkpoint_steps", "checkpoint_every")
+_NO_EFFECT = (*_SAVES, "lr", "profile_steps", "run_steps")
 
 
 def predict(report: RunReport | None, base: RunSpec, options: Mapping[str, Any]) -> Prediction | None:
@@ -108,7 +110,7 @@ def _kernels(report: RunReport, chosen: Callable[[str, str], bool]) -> float | N
 def _recompute(report: RunReport, _base: RunSpec, other: RunSpec) -> Prediction | None:
     """Turning it off has no model: the forward kernels seen then hold both passes."""
     forward = _kernels(report, lambda phase, layer: phase == "forward" and bool(layer))
-    if forward is None or other.recompute == "none":
+    if forward is None or other.recompute != "block":  # what the finer policies recompute does not follow from it
         return None
     return Prediction(change=forward, how="the layers' forward kernels run once more in backward")
 
@@ -141,9 +143,24 @@ def _batch(report: RunReport, base: RunSpec, other: RunSpec) -> Prediction | Non
     )
 
 
+def _accumulation(report: RunReport, base: RunSpec, other: RunSpec) -> Prediction | None:
+    """Time per unit: the optimizer, and DDP's communication, come once for more micro-batches."""
+    optimizer = _kernels(report, lambda phase, _layer: phase == "optimizer")
+    exposed = _part(report, "exposed communication") if base.parallel == "ddp" else 0.0
+    if optimizer is None or exposed is None:
+        return None
+    constant = min(optimizer + exposed / _step(report), 1.0)
+    once = "optimizer and exposed communication" if base.parallel == "ddp" else "the optimizer"
+    return Prediction(
+        change=constant * (base.accumulation / other.accumulation - 1),
+        how=f"{once} once for {other.accumulation} micro-batches, the rest for each",
+    )
+
+
 def _batch_of(report: RunReport, base: RunSpec) -> float:
     """The batch a rank had by default, 0 where it does not follow from what is known."""
-    each = report.run.units_per_step / report.run.ranks if report.run.ranks else 0.0
+    micro = report.run.ranks * base.accumulation
+    each = report.run.units_per_step / micro if micro else 0.0
     if report.run.unit == "samples":
         return each
     return each / base.seq if base.seq else 0.0
@@ -153,6 +170,8 @@ def _parallel(report: RunReport, base: RunSpec, other: RunSpec) -> Prediction | 
     """Bytes on the wire at the bandwidth measured, exposed as much as now."""
     view = report.collectives
     if view is None or report.run.ranks < 2 or "hsdp" in (base.parallel, other.parallel):
+        return None
+    if "powersgd" in (base.grad_compression, other.grad_compression):
         return None
     rows = [r for r in view.rows if r.busbw_gbps and r.transfer_ms]
     if not rows or not view.total_ms or view.exposed_ms is None:
@@ -173,8 +192,8 @@ def _wire_bytes(report: RunReport, spec: RunSpec) -> float:
     """Bytes one rank sends in a step, as nccl-tests count for bus bandwidth; parameters are kept in fp32."""
     count, n = report.run.parameters, report.run.ranks
     if spec.parallel == "ddp":
-        return 2 * (n - 1) / n * 4 * count
-    gathered = 2 * count * (2 if spec.dtype == "bf16" else 4)
+        return 2 * (n - 1) / n * (4 if spec.grad_compression == "none" else 2) * count
+    gathered = 2 * count * (2 if spec.dtype == "bf16" else 4) * spec.accumulation
     return (n - 1) / n * (gathered + 4 * count)
 
 
@@ -188,6 +207,26 @@ def _fused(report: RunReport, _base: RunSpec, other: RunSpec) -> Prediction | No
     )
 
 
+def _plan(report: RunReport, _base: RunSpec, other: RunSpec) -> Prediction | None:
+    """The plan's own predictions, added up; they are of the run it was tuned on."""
+    from costlab.kernels.fused.plan import PlanError, read
+
+    if not other.plan:
+        return None
+    try:
+        kept = read(other.plan).kept()
+    except PlanError:
+        return None
+    known = [r.predicted_ms for r in kept]
+    if not kept or any(ms is None for ms in known):
+        return None
+    saved = sum(ms for ms in known if ms is not None)
+    return Prediction(
+        change=-min(saved / _step(report), 1.0),
+        how=f"the plan's {len(kept)} predictions added up, each from the trace it was tuned on",
+    )
+
+
 def _none(_report: RunReport, _base: RunSpec, _other: RunSpec) -> Prediction | None:
     return Prediction(change=0.0, how="the timed steps do not contain it")
 
@@ -198,6 +237,10 @@ _MODELS: dict[str, Model] = {
     "optimizer": _optimizer,
     "batch": _batch,
     "parallel": _parallel,
+    "grad_compression": _parallel,
+    "schedule": schedule,
+    "accumulation": _accumulation,
     "fused": _fused,
+    "plan": _plan,
     **dict.fromkeys(_NO_EFFECT, _none),
 }

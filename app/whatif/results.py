@@ -67,6 +67,25 @@ class Parity(View, frozen=True, kw_only=True):
     worst_again: float | None = None  # the same of the baseline run again
 
 
+class SaveEffect(View, frozen=True, kw_only=True):
+    """Saving another way: the stall of one save and its bytes, each foretold from the baseline's leg and measured."""
+
+    before: str  # way of saving, as in the run's checkpoint section
+    after: str
+    stall: Change  # ms
+    stall_before: Figure | None = None
+    stall_after: Figure | None = None
+    bytes: Change  # all ranks
+    predicted_stall: Figure | None = None
+    stall_how: str = ""
+    predicted_bytes: float | None = None
+    bytes_how: str = ""
+    restored: bool | None = None  # bit by bit, or for a lossy save within its bound
+    lossy: bool = False
+    update_error: float | None = None  # first resumed Adam update, relative
+    note: str = ""  # why it was not measured
+
+
 class Arm(View, frozen=True, kw_only=True):
     """One arm of the what-if with everything measured of it."""
 
@@ -81,6 +100,7 @@ class Arm(View, frozen=True, kw_only=True):
     parity: Parity | None = None
     deltas: list[Change] = msgspec.field(default_factory=list)
     money: Change | None = None  # per 1 M units
+    saves: SaveEffect | None = None  # where it saves in another way
     fits: bool = True
     needs_bytes: float | None = None  # at least so much more memory
     failure: str = ""
@@ -115,7 +135,7 @@ class WhatIfResult(View, frozen=True, kw_only=True):
     variants: list[Arm]
     effects: list[FactorEffect] = msgspec.field(default_factory=list)
     rounds: int = 0
-    level: float = 0.95
+    level: float = 0.98
     noise: float | None = None  # relative spread of one leg
     price: Figure | None = None
     currency: str = "USD"

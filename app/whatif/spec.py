@@ -67,7 +67,9 @@ def parse_setting(text: str) -> dict[str, Any]:
         near = difflib.get_close_matches(name, [h for h in hints if h not in _FIXED], 1)
         raise SpecError(f"no option '{key.strip()}' to vary" + (f"; did you mean {near[0]}?" if near else ""))
     try:
-        return {name: msgspec.convert(value.strip(), hints[name], strict=False)}
+        found = msgspec.convert(value.strip(), hints[name], strict=False)
+        # A leg may run elsewhere than where the question was asked.
+        return {name: str(Path(found).expanduser().absolute()) if name == "plan" and found else found}
     except msgspec.ValidationError as error:
         choices = [str(c) for c in typing.get_args(hints[name])]
         more = f"; choose from {', '.join(choices)}" if choices else ""
@@ -146,6 +148,8 @@ def make_whatif(
         raise SpecError(f"--budget must be above zero seconds, got {budget_s:g}")
     baseline = msgspec.structs.replace(resolved(baseline), checkpoint=checkpoint, lean=False)
     variants = combinations(wanted, baseline, here, factorial=factorial)
+    if any("checkpoint_codec" in v.options for v in variants):  # without saves there would be nothing to compare
+        baseline = msgspec.structs.replace(baseline, checkpoint=True)
     return WhatIfSpec(
         baseline=baseline,
         variants=variants,
@@ -210,9 +214,17 @@ def workload_digest(spec: RunSpec) -> str:
         return ""
 
 
+def plan_digest(spec: RunSpec) -> str:
+    """Digest of a fusion plan's file, "" where there is none or it cannot be read."""
+    try:
+        return hashlib.sha256(Path(spec.plan).read_bytes()).hexdigest()[:16] if spec.plan else ""
+    except OSError:
+        return ""
+
+
 def spec_key(whatif: WhatIfSpec) -> str:
     """Digest of everything that is asked, the text of a user's workload file included."""
-    files = sorted({workload_digest(whatif.arm(name)) for name in whatif.arms()})
+    files = sorted({workload_digest(whatif.arm(name)) + plan_digest(whatif.arm(name)) for name in whatif.arms()})
     body = msgspec.json.encode([msgspec.to_builtins(whatif), files], order="sorted")
     return hashlib.sha256(body).hexdigest()[:16]
 

@@ -56,6 +56,14 @@ def _autotune(spec: RunSpec, _machine: Machine) -> str:
     return "needs a compiled baseline: combine it with compile=block" if spec.compile == "none" else ""
 
 
+def _all_reduce(spec: RunSpec, machine: Machine) -> str:
+    if spec.parallel == "fsdp":
+        return "FSDP2 over all ranks has no all-reduce to plan: combine it, hybrid+ddp or hybrid+hsdp"
+    if spec.grad_compression != "none":
+        return "the gradients' compression is DDP's one communication hook: combine it with grad_compression=none"
+    return _needs_peers(2)(spec, machine)
+
+
 @dataclass(frozen=True)
 class Toggle:
     """One switch; `options` are the run options it sets."""
@@ -84,10 +92,13 @@ TOGGLES: dict[str, Toggle] = {
         Toggle("ddp", "DDP", {"parallel": "ddp"}),
         Toggle("fsdp", "FSDP2", {"parallel": "fsdp"}),
         Toggle("hsdp", "HSDP", {"parallel": "hsdp"}, _needs_peers(2)),
+        Toggle("hybrid", "the planner's all-reduce schedule", {"schedule": "auto"}, _all_reduce),
         Toggle("bf16", "bf16", {"dtype": "bf16"}),
         Toggle("fp32", "fp32", {"dtype": "fp32"}),
         Toggle("recompute", "recompute each block's activations", {"recompute": "block"}),
         Toggle("numa-bind", "bind ranks to their GPU's NUMA node", {"check_in": "bind"}, _needs_gpu),
+        Toggle("fp8", "save with costlab's engine in FP8", {"checkpoint_codec": "fp8"}),
+        Toggle("exact", "save with costlab's engine, exactly", {"checkpoint_codec": "exact"}),
         Toggle("sgd", "SGD with momentum", {"optimizer": "sgd"}),
     )
 }

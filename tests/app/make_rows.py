@@ -359,6 +359,103 @@ def _checkpoint(example: Example, rank: int) -> list[r.CheckpointRow]:
             stall_high_ms=31.0,
         ),
         row(rank=rank, mode="sync", op="load", ok=True, bytes=size, total_ms=1400.0, identical=True),
+        row(
+            rank=rank,
+            mode="costlab:exact",
+            op="save",
+            ok=True,
+            bytes=size,
+            state_bytes=size,
+            bits=32.1,
+            blocked_ms=9.0,
+            total_ms=2400.0,
+            stall_ms=24.0,
+            stall_low_ms=14.0,
+            stall_high_ms=36.0,
+        ),
+        row(rank=rank, mode="costlab:exact", op="load", ok=True, bytes=size, total_ms=900.0, identical=True),
+        row(
+            rank=rank,
+            mode="costlab:fp8",
+            op="save",
+            ok=True,
+            bytes=size // 4,
+            state_bytes=size,
+            bits=8.2,
+            blocked_ms=7.0,
+            total_ms=700.0,
+            stall_ms=8.0,
+            stall_low_ms=2.0,
+            stall_high_ms=15.0,
+            lossy=True,
+            update_error=0.024 + rank / 1000,
+        ),
+        row(rank=rank, mode="costlab:fp8", op="load", ok=True, total_ms=600.0, lossy=True, within_bound=True),
+    ]
+
+
+def _stages(example: Example, rank: int) -> list[r.CheckpointStageRow]:
+    size = parameters_of(example) * 12 // shards_of(example)
+    spans = {
+        "launch": (0.0, 9.0, None, None), "stage": (0.0, 110.0, size, 54.0), "write": (30.0, 2300.0, size, None),
+        "sync": (2300.0, 2360.0, None, None), "commit": (2360.0, 2400.0, None, None),
+        "to disk": (30.0, 2360.0, size, 2.4),
+    }  # fmt: skip
+    rows = []
+    for mode, part in (("costlab:exact", 1), ("costlab:fp8", 4)):
+        for stage, (start, end, moved, ceiling) in spans.items():
+            rows.append(
+                r.CheckpointStageRow(
+                    rank=rank,
+                    mode=mode,
+                    op="save",
+                    stage=stage,
+                    start_ms=start / part,
+                    end_ms=end / part,
+                    busy_ms=(end - start) / part + rank,
+                    bytes=moved // part if moved else None,
+                    ceiling_gbps=ceiling,
+                    ceiling=f"the {stage} ceiling of the example" if ceiling else "",
+                )
+            )
+    apart = r.CheckpointStageRow(
+        rank=rank, mode="costlab:fp8", op="save", stage="encode", busy_ms=3.0, bytes=size, ceiling_gbps=3900.0
+    )
+    return [*rows, apart]
+
+
+def _codecs(rank: int) -> list[r.CheckpointCodecRow]:
+    table = (
+        ("weight", "fp8 16x16", 8.125, 0.026, None),
+        ("first moment", "fp8 16x16", 8.125, 0.026, 0.024),
+        ("second moment", "log8", 8.0, 0.007, 0.006),
+    )
+    return [
+        r.CheckpointCodecRow(
+            rank=rank,
+            mode="costlab:fp8",
+            codec=codec,
+            tensor_class=kind,
+            values=1_000_000,
+            bits=bits,
+            ratio=32 / bits,
+            rel_l2=error,
+            max_abs=0.004,
+            flushed=3,
+            update_error=update,
+            encode_gbps=900.0,
+            decode_gbps=1200.0,
+        )
+        for kind, codec, bits, error, update in table
+    ]
+
+
+def _resumed(rank: int) -> list[r.ResumeRow]:
+    off = {"costlab:exact": 0.0, "costlab:fp8": 0.0012}
+    return [
+        r.ResumeRow(rank=rank, mode=mode, after=n, loss=2.5 - n / 100 + more, exact_loss=2.5 - n / 100)
+        for mode, more in off.items()
+        for n in (0, 1, 5, 40)
     ]
 
 
@@ -397,13 +494,14 @@ def _power(example: Example, rank: int) -> list[r.PowerRow]:
 
 
 def _links(example: Example, rank: int) -> list[r.LinkRow]:
-    if example.device != "cuda":
+    """The machine as its first rank tells it, in the words of `probes.topology`."""
+    if example.device != "cuda" or rank != 0:
         return []
+    told = {"sm": "90", "pcie_generation_max": "5", "pcie_width_max": "16", "nvlink switch hidden": "18"}
     return [
-        r.LinkRow(rank=rank, device=f"GPU {rank}", kind="gpu", fact="PCIe", value="gen 5 x16", source="NVML"),
-        r.LinkRow(
-            rank=rank, device=f"GPU {rank}", kind="gpu", fact="NVLink", value="18 links, version 4", source="NVML"
-        ),
+        r.LinkRow(rank=0, device=f"gpu{n}", kind="gpu", fact=fact, value=value, source="NVML")
+        for n in range(example.ranks)
+        for fact, value in ({"name": example.gpu, "busid": f"0000:1{n}:00.0", "cuda_index": str(n)} | told).items()
     ]
 
 
@@ -418,6 +516,9 @@ def rows_of(example: Example, rank: int) -> dict[type[r.Row], list[Any]]:
         r.PartRow: _part_rows(example, rank),
         r.CompileRow: _compile(example, rank),
         r.CheckpointRow: _checkpoint(example, rank),
+        r.CheckpointStageRow: _stages(example, rank),
+        r.CheckpointCodecRow: _codecs(rank),
+        r.ResumeRow: _resumed(rank),
         r.MemoryRow: _memory(example, rank),
         r.PowerRow: _power(example, rank),
         r.LinkRow: _links(example, rank),
@@ -430,6 +531,8 @@ HOSTILE: dict[type[Any], tuple[str, ...]] = {
     r.KernelRow: ("name", "layer", "op"),
     r.CollectiveRow: ("dtype",),
     r.CheckpointRow: ("note",),
+    r.CheckpointStageRow: ("ceiling",),
+    r.CheckpointCodecRow: ("codec", "tensor_class"),
 }
 
 

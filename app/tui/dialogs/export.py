@@ -17,12 +17,15 @@ from costlab.app.tui.dialogs.base import Dialog, keys
 from costlab.app.tui.widgets.choice import Choice
 from costlab.app.tui.work import FORMATS, SUFFIXES
 
+EVERYTHING = "everything"
+
 
 class ExportTo(NamedTuple):
     """The answer."""
 
     form: str
     path: Path
+    only_pane: bool = False  # what the pane shows, as Markdown
 
 
 class Export(Dialog[ExportTo]):
@@ -38,15 +41,17 @@ class Export(Dialog[ExportTo]):
         Binding("up", "app.focus_previous", show=False, id="export.previous"),
     ]
 
-    def __init__(self, stem: str) -> None:
+    def __init__(self, stem: str, pane: str) -> None:
         super().__init__("export the report")
-        self.stem = stem
+        self.stem, self.pane = stem, pane
 
     def content(self) -> ComposeResult:
         """Format and path."""
         with Grid():
             yield Label("format")
             yield Choice(FORMATS, "md", id="form")
+            yield Label("what")
+            yield Choice((EVERYTHING, f"{self.pane} pane (Markdown)"), EVERYTHING, id="what")
             yield Label("file")
             yield Input(f"{self.stem}.md", id="path", compact=True, suggester=PathSuggester())
 
@@ -54,7 +59,13 @@ class Export(Dialog[ExportTo]):
         """Keys of the dialog."""
         return keys(("enter", "write"), ("← →", "format"), ("tab", "field"), ("esc", "back"))
 
-    @on(Choice.Changed)
+    @on(Choice.Changed, "#what")
+    def _what_changed(self, event: Choice.Changed) -> None:
+        """A pane is Markdown."""
+        if event.choice.value != EVERYTHING:
+            self.query_one("#form", Choice).value = "md"
+
+    @on(Choice.Changed, "#form")
     def _form_changed(self, event: Choice.Changed) -> None:
         """The suffix follows the format."""
         field = self.query_one("#path", Input)
@@ -66,4 +77,5 @@ class Export(Dialog[ExportTo]):
         """Dismiss with the answer."""
         text = self.query_one("#path", Input).value.strip()
         if text:
-            self.dismiss(ExportTo(self.query_one("#form", Choice).value, Path(text).expanduser()))
+            only_pane = self.query_one("#what", Choice).value != EVERYTHING
+            self.dismiss(ExportTo(self.query_one("#form", Choice).value, Path(text).expanduser(), only_pane))

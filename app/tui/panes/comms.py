@@ -10,7 +10,7 @@ from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 
 from costlab.app import figures as fmt
-from costlab.app.analysis.views import CollectivesView, CollectiveView, RunReport
+from costlab.app.analysis.views import CollectivesView, CollectiveView, Figure, RunReport
 from costlab.app.tui.cells import Line, line, stacked
 from costlab.app.tui.panes.base import Pane, computed, lacking
 from costlab.app.tui.widgets.lines import Lines
@@ -22,6 +22,7 @@ TRANSFER = "█"
 WAIT = "▒"
 MIN_SIZES = 3  # with fewer sizes a chart says less than the table
 MARKERS = ("●", "▲", "■", "◆", "x", "+")
+CURVES = ("·", ":", "~", "=")
 SORTS = ("ms", "bytes", "exposed", "wait", "bus")
 
 
@@ -43,12 +44,18 @@ def _group(row: CollectiveView) -> Line:
     return line(f"{row.group_size}", (f"  [{row.group}]" if row.group else "", "muted"))
 
 
+def _wait(row: CollectiveView) -> Line:
+    """The wait, faint where the clocks do not tell it from none."""
+    within = row.wait_ms is not None and row.wait_doubt_ms is not None and row.wait_ms < row.wait_doubt_ms
+    return line((fmt.ms(row.wait_ms), "faint" if within or row.wait_ms is None else ""))
+
+
 def _last(row: CollectiveView) -> Line:
     return line((f"rank {row.last_rank}", "muted")) if row.last_rank is not None else line((fmt.MISSING, "faint"))
 
 
-def columns(longest_ms: float) -> list[Column[CollectiveView]]:
-    """The table's columns; bars are drawn against the collective that takes longest."""
+def columns(longest_ms: float, ideals: bool = False) -> list[Column[CollectiveView]]:
+    """The table's columns; bars are drawn against the collective that takes longest, `ideals` where they are known."""
 
     def split(row: CollectiveView, width: int) -> Line:
         if row.transfer_ms is None or row.wait_ms is None:
@@ -65,12 +72,20 @@ def columns(longest_ms: float) -> list[Column[CollectiveView]]:
         col("bytes", "a step", lambda r: _optional(fmt.size(r.bytes_step)), 8, "right", priority=1),
         col("ms", "time", lambda r: line((fmt.ms(r.ms), "strong")), 8, "right"),
         Column("split", "█ transfer ▒ wait", split, 14, flex=3, priority=4, max_width=48, drawn=True),
-        col("wait", "wait", lambda r: _optional(fmt.ms(r.wait_ms)), 8, "right"),
+        col("wait", "wait", _wait, 8, "right"),
         col("exposed", "exposed", lambda r: line(fmt.ms(r.exposed_ms)), 8, "right"),
         col("alg", "algbw", lambda r: _optional(fmt.number(r.algbw_gbps)), 6, "right", priority=5),
         col("bus", "busbw", lambda r: _optional(fmt.number(r.busbw_gbps)), 6, "right"),
+        *(_ideal_columns() if ideals else ()),
         col("last", "last in", _last, 8, priority=5),
         col("layer", "layer", lambda r: line((r.layer, "muted")), 10, flex=1, priority=7, max_width=30),
+    ]
+
+
+def _ideal_columns() -> list[Column[CollectiveView]]:
+    return [
+        col("ideal", "ideal", lambda r: _optional(fmt.ms(r.ideal_ms)), 8, "right", priority=6),
+        col("ratio", "of it", lambda r: _optional(fmt.share(r.ideal_ratio)), 6, "right", priority=4),
     ]
 
 
@@ -85,6 +100,9 @@ Each line is one kind of collective of one size in one group, per step and rank.
 **Wait** is time spent until the last rank arrived: the shortest duration over the ranks is the **transfer**, the
 rest is waiting. **Exposed** is what no computation covered. **algbw** = bytes / time; **busbw** scales it by what the
 algorithm must move, so that it compares with the link; the convention of this run is printed below the table.
+**Ideal** is the least that one call can take: one latency and the bytes over the slowest link on its way, from the
+calibrated graph (`costlab topo --calibrate`); **of it** = ideal / transfer. A faint wait is within what the clocks of
+the ranks are uncertain by. Curves in the plot: `costlab bench collectives` on this machine, and the calibrated link.
 
 `s` sorts, `p` shows the plot where there is little room.
 """
@@ -127,7 +145,8 @@ algorithm must move, so that it compares with the link; the convention of this r
         assert view is not None
         self.query_one("#headline", FigureStrip).show(headline(view))
         table = self.query_one("#collectives", Table)
-        table.set_columns(columns(max((r.ms for r in view.rows), default=1.0) or 1.0))
+        longest = max((r.ms for r in view.rows), default=1.0) or 1.0
+        table.set_columns(columns(longest, any(r.ideal_ms is not None for r in view.rows)))
         self._show_rows()
         self.query_one("#convention", Lines).show(notes(view))
         points = bandwidth_points(view)
@@ -164,7 +183,8 @@ algorithm must move, so that it compares with the link; the convention of this r
         view = self.report.collectives if self.report else None
         if isinstance(table, Table) and isinstance(table.row, CollectiveView) and view is not None:
             row = table.row
-            return computed(f"busbw of {row.kind}", row.busbw_gbps, "GB/s", view.convention)
+            reached = "" if row.ideal_ratio is None else f"; {fmt.share(row.ideal_ratio)} of the ideal: {row.ideal_how}"
+            return computed(f"busbw of {row.kind}", row.busbw_gbps, "GB/s", view.convention + reached)
         return super().pointed()
 
 
@@ -189,12 +209,24 @@ def headline(view: CollectivesView) -> list[Named]:
         ),
         ("in all", view.total_ms, "duration of all collectives of a step, mean over ranks"),
     ]
-    found += [computed(name, value, "ms", how) for name, value, how in parts if value is not None]
+    found += [_part(view, name, value, how) for name, value, how in parts if value is not None]
     if view.overlapped is not None:
         found.append(computed("overlapped", view.overlapped, "fraction", "1 - exposed / all communication time"))
     if view.expected_bytes is not None:
         found.append(Named("by formula", view.expected_bytes))
     return found
+
+
+def _part(view: CollectivesView, name: str, value: float, how: str) -> Named:
+    """A time of a step; waiting is a difference between ranks and carries their clocks' uncertainty."""
+    doubt = view.wait_doubt_ms if name == "wait" else None
+    if doubt is None:
+        return computed(name, value, "ms", how)
+    figure = Figure(
+        value=value, unit="ms", source="derived", low=max(value - doubt, 0.0), high=value + doubt,
+        how=f"{how}; range: the clocks' uncertainty of {fmt.number(view.clock_uncertainty_us)} us a call",
+    )  # fmt: skip
+    return Named(name, figure, f"{fmt.ms(value)} ±{fmt.ms(doubt)}")
 
 
 PROFILED = (
@@ -205,12 +237,15 @@ PROFILED = (
 
 def notes(view: CollectivesView) -> list[Line]:
     """The slowest rank, the bandwidth convention, what is missing."""
-    texts = [("", view.straggler), ("", PROFILED), ("muted", view.convention), ("muted", view.note)]
+    ways = list(dict.fromkeys(r.ideal_how for r in view.rows if r.ideal_how))
+    ideal = f"ideal: {ways[0]}{f' (and {len(ways) - 1} other ways)' if len(ways) > 1 else ''}" if ways else ""
+    muted = [view.clock, ideal, view.convention, view.note]
+    texts = [("", view.straggler), ("", PROFILED), *(("muted", text) for text in muted)]
     return [line((text, tone)) for tone, text in texts if text]  # type: ignore[arg-type]
 
 
 def bandwidth_points(view: CollectivesView) -> list[Points]:
-    """Bus bandwidth over the size of a call, one series for each kind."""
+    """Bus bandwidth over the size of a call: the machine's curves, then the run's own, one series for each kind."""
     series: dict[str, Points] = {}
     for row in sorted(view.rows, key=lambda r: call_bytes(r) or 0):
         size = call_bytes(row)
@@ -220,4 +255,8 @@ def bandwidth_points(view: CollectivesView) -> list[Points]:
         points = series.setdefault(row.kind, Points(row.kind, marker))
         points.x.append(float(size))
         points.y.append(row.busbw_gbps)
-    return list(series.values())
+    curves = [
+        Points(c.name, CURVES[n % len(CURVES)], [float(b) for b in c.bytes], list(c.busbw_gbps), joined=True)
+        for n, c in enumerate(view.curves)
+    ]
+    return [*curves, *series.values()]

@@ -31,6 +31,7 @@ from costlab.app.tui.panes.fusion_rows import (
     next_of,
     within,
 )
+from costlab.app.tui.panes.fusion_tune import TunePanel
 from costlab.app.tui.widgets.lines import Lines
 from costlab.app.tui.widgets.strip import FigureStrip, Named
 from costlab.app.tui.widgets.table import Column, Table, col
@@ -102,6 +103,10 @@ copy bandwidth measured in this run. Structural losses (a matrix product or a co
 
 `→` `←` open and close layers, `enter` shows the layer's missed fusions and kernels, `f` `c` `a` filter, `/` searches,
 `s` or a click on a heading sorts, `g` groups by layer class, `x` clears all filters.
+
+`p` shows the candidates of `costlab tune`: what each rewrite was predicted to save and what was measured, kept or
+dropped and why. Under *by*, `r` is the roofline policy and `s` the rule on L2 misses and latencies. `b` sets the layers
+before and after the rewrites side by side.
 """
     SCOPED_CSS = False  # the rules look at the screen's size classes
     DEFAULT_CSS = """
@@ -113,6 +118,9 @@ copy bandwidth measured in this run. Structural losses (a matrix product or a co
     FusionPane #search { display: none; background: $cursor-line; }
     FusionPane #search.-on { display: block; }
     FusionPane LayerDetail { height: 1fr; border-top: hkey $faint; }
+    FusionPane.-tune TunePanel { display: block; }
+    FusionPane.-tune #tree { display: none; }
+    FusionPane.-tune LayerDetail { display: none; }
     .-short FusionPane LayerDetail { display: none; }
     .-short FusionPane.-detail LayerDetail { display: block; height: 1fr; border-top: none; }
     .-short FusionPane.-detail #tree { display: none; }
@@ -126,6 +134,8 @@ copy bandwidth measured in this run. Structural losses (a matrix product or a co
         Binding("s", "sort", "Sort", id="fusion.sort"),
         Binding("g", "group", "By class", id="fusion.group"),
         Binding("x", "clear", "Clear filters", show=False, id="fusion.clear"),
+        Binding("p", "candidates", "Plan", id="fusion.candidates"),
+        Binding("b", "before_after", "Before and after the rewrites", show=False, id="fusion.before"),
         Binding("right", "unfold", "Open the layer", show=False, id="fusion.open"),
         Binding("left", "fold", "Close the layer", show=False, id="fusion.close"),
         Binding("space", "turn", "Open or close the layer", show=False, id="fusion.toggle"),
@@ -145,6 +155,7 @@ copy bandwidth measured in this run. Structural losses (a matrix product or a co
             yield Table[FusionLine](COLUMNS, id="layers")
             yield Input(id="search", compact=True, placeholder="part of a layer, class or cause")
         yield LayerDetail(id="detail")
+        yield TunePanel(id="tuning")
 
     def lacks(self, report: RunReport) -> Sequence[Line]:
         """No fusion section, or one without layers."""
@@ -166,6 +177,7 @@ copy bandwidth measured in this run. Structural losses (a matrix product or a co
         self.layer_tree = FusionTree.of(view)
         self.wanted, self.grouped = Filter(), False
         self.query_one("#headline", FigureStrip).show(headline(view))
+        self.query_one("#tuning", TunePanel).show(view.tuning)
         self.query_one("#detail", LayerDetail).index = LayerIndex(view)
         self.refill(top=True)
 
@@ -235,8 +247,11 @@ copy bandwidth measured in this run. Structural losses (a matrix product or a co
         self.refill(top=True)
 
     def action_back(self) -> None:
-        """From the detail to the tree, from a filter to all."""
-        if self.has_class("-detail"):
+        """From the tuning or the detail to the tree, from a filter to all."""
+        if self.has_class("-tune"):
+            self.remove_class("-tune")
+            self.take_focus()
+        elif self.has_class("-detail"):
             self.remove_class("-detail")
             self.take_focus()
         elif self.wanted.flat or self.grouped:
@@ -265,6 +280,23 @@ copy bandwidth measured in this run. Structural losses (a matrix product or a co
         """By class and back."""
         self.grouped = not self.grouped
         self.refill(top=True)
+
+    def action_candidates(self) -> None:
+        """The candidates of `costlab tune`, and back."""
+        self._show_tuning(layers=False)
+
+    def action_before_after(self) -> None:
+        """The layers before and after the rewrites, and back."""
+        self._show_tuning(layers=True)
+
+    def _show_tuning(self, *, layers: bool) -> None:
+        panel = self.query_one("#tuning", TunePanel)
+        if self.has_class("-tune") and panel.has_class("-layers") == layers:
+            self.action_back()
+            return
+        self.add_class("-tune")
+        panel.show_layers(self.view.tuning, layers)
+        self.call_after_refresh(panel.take_focus)
 
     def action_clear(self) -> None:
         """No filter."""

@@ -17,10 +17,13 @@ from costlab.app.analysis.views import ClassRow, Figure, Finding, RunInfo, RunRe
 from costlab.app.tui.cells import EMPTY, Line, Tone, bar, beside, fit, line, run_status, status
 from costlab.app.tui.dialogs.finding import finding_lines, open_finding
 from costlab.app.tui.panes.base import Pane, computed
+from costlab.app.tui.session import Proof, Session, proof_key
 from costlab.app.tui.widgets.lines import Lines
 from costlab.app.tui.widgets.spark import chart
 from costlab.app.tui.widgets.strip import FigureStrip, Named
 from costlab.app.tui.widgets.table import Column, Table, col
+from costlab.app.whatif.spec import from_command
+from costlab.probes.spec import SpecError
 
 IDLE = "idle: "
 ABOUT: dict[str, str] = {  # rule -> the pane that shows more of what it found
@@ -123,12 +126,21 @@ def _saves(row: Finding) -> Line:
     return line((fmt.ms(row.saves_ms) if row.saves_ms is not None else "", "strong"))
 
 
+def finding_columns(session: Session, run_id: str) -> list[Column[Finding]]:
+    """Columns of the findings, the last with what a what-if has shown of it."""
+
+    def proof(row: Finding) -> Line:
+        return proof_words(row, proof_of(session, run_id, row)) or line((row.proves, "muted"))
+
+    last = col("proves", "prove it with (p)", proof, 17, flex=1, priority=2, max_width=40)
+    return [*FINDING_COLUMNS, last]
+
+
 FINDING_COLUMNS: list[Column[Finding]] = [
     col("mark", "", lambda r: line(SEVERITY[r.severity]), 1),
     col("title", "best moves", lambda r: line(r.title), 30, flex=3, max_width=90),
     col("saves", "saves", _saves, 8, "right"),
     col("share", "step", lambda r: line(fmt.share(r.saves_share) if r.saves_share else ""), 6, "right"),
-    col("proves", "prove it with", lambda r: line((r.proves, "muted")), 16, flex=1, priority=2, max_width=40),
 ]
 
 
@@ -144,7 +156,8 @@ The answer first: what one training step costs and which change saves most.
 - **Where a step goes**: parts sum to the unprofiled step. Busy parts are device time of the profiled steps, the rest is
   split like their idle time.
 - **Best moves** (`▲` high, `△` medium, `·` low, `i` information): sorted by what they save; `enter` shows evidence and
-  what to do, `g` goes to the pane that shows more.
+  what to do, `g` goes to the pane that shows more, `p` puts the change that proves it into What-if. Once it has run,
+  the finding says `● proven` or `○ refuted` with the measured change.
 """
     SCOPED_CSS = False  # the rules look at the screen's size classes
     DEFAULT_CSS = """
@@ -176,7 +189,17 @@ The answer first: what one training step costs and which change saves most.
             self.layer = layer
             super().__init__()
 
-    BINDINGS: ClassVar[list[BindingType]] = [Binding("g", "go", "Go to its pane", id="overview.go")]
+    class ProveAsked(Message):
+        """Try the options that a finding names, as a fragment of a command line."""
+
+        def __init__(self, fragment: str) -> None:
+            self.fragment = fragment
+            super().__init__()
+
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("p", "prove", "Prove it", id="overview.prove"),
+        Binding("g", "go", "Go to its pane", id="overview.go"),
+    ]
 
     def body(self) -> ComposeResult:
         """Two columns that become one when it is narrow."""
@@ -200,10 +223,16 @@ The answer first: what one training step costs and which change saves most.
         self.query_one("#headline", FigureStrip).show(headline(report))
         self.set_class(report.steps is None, "-unmeasured")
         self._fill_parts(report)
-        self.query_one("#findings", Table).set_rows(report.findings, cursor=0)
+        self.fill_findings(report)
         for name in ("#facts", "#facts-below"):
             self.query_one(name, Lines).show(facts(report))
         self._fill_detail(report.findings[0] if report.findings else None)
+
+    def fill_findings(self, report: RunReport) -> None:
+        """Show the findings with what has been proven of them."""
+        table = self.query_one("#findings", Table)
+        table.set_columns(finding_columns(self.session, report.run.id))
+        table.set_rows(report.findings, cursor=0)
 
     def _fill_parts(self, report: RunReport) -> None:
         rows = part_lines(report.waterfall, self.size.height >= ROOMY) if report.waterfall else []
@@ -229,7 +258,9 @@ The answer first: what one training step costs and which change saves most.
         if finding is not None and self.report is not None:
             after = self.report.findings[self.report.findings.index(finding) :]
             for one in after if self.size.height >= VAST else [finding]:
-                lines += [*finding_lines(one, self.report), EMPTY]
+                lines += finding_lines(one, self.report)
+                words = proof_words(one, proof_of(self.session, self.report.run.id, one))
+                lines += [words, EMPTY] if words else [EMPTY]
         self.query_one("#detail", Lines).show(lines[:-1])
 
     @on(Table.Moved, "#findings")
@@ -251,12 +282,42 @@ The answer first: what one training step costs and which change saves most.
             else:
                 self.notify("No pane shows more of this", timeout=3)
 
+    def action_prove(self) -> None:
+        """Choose in What-if what would prove the finding under the cursor."""
+        row = self.query_one("#findings", Table).row
+        if isinstance(row, Finding) and row.proves:
+            self.post_message(self.ProveAsked(row.proves))
+        else:
+            self.notify("No option of a run proves this one", timeout=3)
+
     def pointed(self) -> Named | None:
         """A headline figure, a part of the step or a finding's saving."""
         table = self.screen.focused
         if not isinstance(table, Table) or self.report is None:
             return super().pointed()
         return _explain_row(table.row, self.report)
+
+
+def proof_of(session: Session, run_id: str, finding: Finding) -> Proof | None:
+    """What a what-if of this sitting showed of the finding."""
+    if not finding.proves:
+        return None
+    try:
+        item = from_command(finding.proves)
+    except SpecError:
+        return None
+    return session.proofs.get(proof_key(run_id, item))
+
+
+def proof_words(finding: Finding, proof: Proof | None) -> Line:
+    """ "● proven −8.2 % ±0.4" or "○ refuted"; empty without a proof."""
+    if proof is None:
+        return EMPTY
+    if proof.verdict == "invalid":
+        return line(("! could not be tried", "warn"))
+    saved = finding.saves_ms is not None
+    held = proof.verdict == "faster" if saved else proof.verdict != "slower"
+    return line(("● proven" if held else "○ refuted", "good" if held else "bad"), f" {proof.words}")
 
 
 def _explain_row(row: Any, report: RunReport) -> Named | None:

@@ -22,7 +22,9 @@ from costlab.app.tui.session import Session
 from costlab.app.tui.widgets.lines import Lines
 from costlab.app.tui.widgets.strip import Named
 from costlab.app.tui.widgets.table import Column, Table, col
+from costlab.app.whatif.store import Accuracy, accuracy
 
+PREDICTED = 4  # toggles of the record of predictions
 IMPORT_HINT = line(
     ("traces recorded elsewhere  ", "muted"), ("costlab import FILE", "accent"), ("  makes a run of them", "muted")
 )
@@ -104,6 +106,9 @@ class RunsPane(Pane):
 `enter` opens, `space` marks, `c` compares the two marked runs (or the marked one with the one under the cursor),
 `d` deletes after asking. `▸` is the open run, `■` a marked one.
 
+`predictions off by` is the running record of what-ifs: the median of |measured − predicted| by toggle; all of it with
+`costlab predictions`.
+
 Runs live in `$COSTLAB_HOME/runs`. Traces recorded elsewhere become runs with `costlab import`.
 """
     DEFAULT_CSS = """
@@ -141,6 +146,8 @@ Runs live in `$COSTLAB_HOME/runs`. Traces recorded elsewhere become runs with `c
             self.paths = list(paths)
             super().__init__()
 
+    _record: Sequence[Line] = ()
+
     def body(self) -> ComposeResult:
         """List and facts."""
         yield Table[RunLine](COLUMNS, id="runs")
@@ -153,6 +160,7 @@ Runs live in `$COSTLAB_HOME/runs`. Traces recorded elsewhere become runs with `c
 
     def store_changed(self) -> None:
         """List again."""
+        self._record = prediction_record(accuracy())
         rows = run_lines(self.session)
         self.set_class(not rows, "-empty")
         if not rows:
@@ -174,7 +182,7 @@ Runs live in `$COSTLAB_HOME/runs`. Traces recorded elsewhere become runs with `c
     @on(Table.Moved, "#runs")
     def _about(self) -> None:
         row = self.current
-        self.query_one("#about", Lines).show(about(row) if row else ())
+        self.query_one("#about", Lines).show([*(about(row) if row else ()), *self._record])
 
     @on(Table.Chosen, "#runs")
     def _chosen(self, event: Table.Chosen) -> None:
@@ -241,6 +249,12 @@ def about(row: RunLine) -> list[Line]:
     if summary.problem:
         lines.append(line(("note  ", "warn"), summary.problem))
     return [*lines, IMPORT_HINT]
+
+
+def prediction_record(known: Sequence[Accuracy]) -> list[Line]:
+    """How far the predictions of what-ifs were off, the toggles predicted most often first; one line."""
+    told = [f"{a.toggle} {100 * a.median_error:.1f} % (n={a.count})" for a in known[:PREDICTED]]
+    return [line(("predictions off by  ", "muted"), ", ".join(told))] if told else []
 
 
 def nothing(session: Session) -> list[Line]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import ClassVar
 
@@ -22,7 +22,7 @@ from costlab.app.report.topology import (
     seed_of,
 )
 from costlab.app.store import home
-from costlab.app.topology.draw import LinkClass, classes, drawing, matrix
+from costlab.app.topology.draw import HOT, Key, LinkClass, classes, drawing, matrix
 from costlab.app.topology.graph import bisection
 from costlab.app.topology.model import Topology
 from costlab.app.topology.of_run import check_in_facts, read_links, run_topology
@@ -58,18 +58,26 @@ def _seed(c: LinkClass) -> Line:
     return _optional(fmt.MISSING if seed is None else f"{seed.weight:g}", "muted")
 
 
-COLUMNS: list[Column[LinkClass]] = [
-    col("letter", "", lambda c: line((c.letter, "accent")), 2),
-    col("link", "link", lambda c: line(link_name(c)), 14, flex=1, max_width=36),
-    col("n", "n", lambda c: line((str(c.count), "muted")), 3, "right", priority=4),
-    col("line", "line", lambda c: _optional(fmt.number(c.link.nominal_gbps)), 6, "right"),
-    col("measured", "measured", lambda c: _optional(fmt.number(c.link.measured_gbps), "strong"), 8, "right"),
-    col("efficiency", "eff.", _efficiency, 4, "right", priority=1),
-    col("weight", "weight", _weight, 8, "right"),
-    col("latency", "latency", lambda c: _optional(latency(c.link.latency_ns)), 8, "right", priority=1),
-    col("nccl", "NCCL", lambda c: _optional(fmt.number(c.link.nccl_gbps), "muted"), 5, "right", priority=3),
-    col("seed", "seed", _seed, 4, "right", priority=3),
-]
+def columns(use: Mapping[Key, float]) -> list[Column[LinkClass]]:
+    """The table's columns; `use` is the share of its ceiling that each link reached in this run."""
+
+    def used(c: LinkClass) -> Line:
+        value = max((use[(x.src, x.dst)] for x in c.alike if (x.src, x.dst) in use), default=None)
+        return _optional(fmt.share(value), "strong" if value is not None and value >= HOT else "")
+
+    return [
+        col("letter", "", lambda c: line((c.letter, "accent")), 2),
+        col("link", "link", lambda c: line(link_name(c)), 14, flex=1, max_width=36),
+        col("n", "n", lambda c: line((str(c.count), "muted")), 3, "right", priority=4),
+        col("line", "line", lambda c: _optional(fmt.number(c.link.nominal_gbps)), 6, "right"),
+        col("measured", "measured", lambda c: _optional(fmt.number(c.link.measured_gbps), "strong"), 8, "right"),
+        col("used", "used", used, 6, "right", priority=2),
+        col("efficiency", "eff.", _efficiency, 4, "right", priority=1),
+        col("weight", "weight", _weight, 8, "right"),
+        col("latency", "latency", lambda c: _optional(latency(c.link.latency_ns)), 8, "right", priority=1),
+        col("nccl", "NCCL", lambda c: _optional(fmt.number(c.link.nccl_gbps), "muted"), 5, "right", priority=3),
+        col("seed", "seed", _seed, 4, "right", priority=3),
+    ]
 
 
 class TopologyPane(Pane):
@@ -80,8 +88,9 @@ class TopologyPane(Pane):
     HELP: ClassVar[str | None] = """\
 Links of one kind and rate share a **letter**; `!71%` behind it marks a link that a collective of this run drove to more
 than half of its ceiling. **Line** is the raw line rate, **measured** what a calibration found (`costlab topo
---calibrate`), **weight** = measured (m), else line (n), over 64 GB/s, PCIe Gen5 x16. **NCCL** is the constant that its
-search takes; **seed** is a reference column, wrong where the facts below say so.
+--calibrate`), **used** the largest share of it, else of the line rate, that a collective of this run reached.
+**Weight** = measured (m), else line (n), over 64 GB/s, PCIe Gen5 x16. **NCCL** is the constant that its search takes;
+**seed** is a reference column, wrong where the facts below say so.
 
 `p` shows the path between every two devices in the words of `nvidia-smi topo -m`. Disagreements are shown, not merged.
 """
@@ -106,7 +115,7 @@ search takes; **seed** is a reference column, wrong where the facts below say so
         yield FigureStrip(id="headline")
         yield Lines(id="drawing")
         yield Lines(id="matrix")
-        yield Table[LinkClass](COLUMNS, id="link-classes", classes="fit")
+        yield Table[LinkClass](columns({}), id="link-classes", classes="fit")
         yield Lines(id="facts", classes="wrap")
         yield Lines(id="more", classes="wrap")
 
@@ -132,12 +141,15 @@ search takes; **seed** is a reference column, wrong where the facts below say so
         topology = self.topology
         if topology is None:
             return
-        found = uses(topology, report.collectives.rows if report.collectives else [])
+        rows = report.collectives.rows if report.collectives else []
+        found = uses(topology, rows, cpu=report.environment.device == "cpu")
         self.query_one("#headline", FigureStrip).show(headline(topology, found))
         width = max(self.size.width - 2, 78)
         self.query_one("#drawing", Lines).show([line(text) for text in drawing(topology, width, hot(found))])
         self.query_one("#matrix", Lines).show(matrix_lines(topology))
-        self.query_one("#link-classes", Table).set_rows(classes(topology), cursor=0)
+        table = self.query_one("#link-classes", Table)
+        table.set_columns(columns(hot(found)))
+        table.set_rows(classes(topology), cursor=0)
         self.query_one("#more", Lines).show([*use_lines(found), *check_in_lines(self._links), *rest_lines(topology)])
         self._show_facts()
 
@@ -242,8 +254,15 @@ def check_in_lines(links: Sequence[LinkRow]) -> list[Line]:
 
 
 def _elsewhere(facts: dict[str, str]) -> Span:
-    share = facts.get("pages elsewhere", "")
-    return (f"  pages on other nodes {share}" if share else "", "muted")
+    """Shares on other nodes, with and without the binding, and what copies from each node's memory reach."""
+    names = {
+        "fresh pages elsewhere, unbound": "fresh pages on other nodes unbound",
+        "fresh pages elsewhere": "bound",
+        "pages elsewhere": "all pages at the end",
+    }
+    parts = [f"{words} {facts[name]}" for name, words in names.items() if name in facts]
+    parts += [f"{name} {value}" for name, value in facts.items() if name.startswith("host to device ")]
+    return (f"  {', '.join(parts)}" if parts else "", "muted")
 
 
 def rest_lines(topology: Topology) -> list[Line]:

@@ -33,8 +33,9 @@ from costlab.app.tui.panes.whatif_rows import (
     board_of,
     note_lines,
     progress_lines,
+    proof_of_arm,
 )
-from costlab.app.tui.session import Session
+from costlab.app.tui.session import Session, proof_key
 from costlab.app.tui.widgets.lines import Lines
 from costlab.app.tui.widgets.strip import Named
 from costlab.app.tui.widgets.table import Table
@@ -93,6 +94,9 @@ baseline, `u` takes that back. `+` and `-` change the number of legs.
         def __init__(self, result: WhatIfResult) -> None:
             self.result = result
             super().__init__()
+
+    class Proved(Message):
+        """Findings of the open run may have been proven or refuted."""
 
     def __init__(self, session: Session, *, id: str, machine: Machine | None = None) -> None:
         super().__init__(session, id=id)
@@ -267,6 +271,7 @@ baseline, `u` takes that back. `+` and `-` change the number of legs.
             self.notify(markup(str(error)), severity="warning", timeout=6)
             return
         self._events.clear()
+        self.session.measuring = True
         self.running = Running(began=self.session.clock())
         self._measure(self.engine)
         if self._timer is not None:
@@ -293,9 +298,19 @@ baseline, `u` takes that back. `+` and `-` change the number of legs.
     def on_what_if_pane_finished(self, message: WhatIfPane.Finished) -> None:
         """Show the result and go quiet."""
         self.result = message.result
+        self._remember(message.result)
         self._settle()
         self.query_one("#arms", Table).focus(scroll_visible=False)
         self.notify(f"What-if {message.result.status}", timeout=4)
+
+    def _remember(self, result: WhatIfResult) -> None:
+        """Keep what was shown of the run's own options, for its findings; not of a baseline that was accepted here."""
+        if self.board is None or self.board.accepted:
+            return
+        for arm in result.variants:
+            self.session.proofs[proof_key(self._shown_run, arm.name)] = proof_of_arm(arm)
+        if self.report is not None:
+            self.post_message(self.Proved())
 
     def on_worker_state_changed(self, event: Worker.StateChanged) -> None:
         """A defect in the engine ends the what-if; the app tells it like any worker's."""
@@ -304,6 +319,7 @@ baseline, `u` takes that back. `+` and `-` change the number of legs.
 
     def _settle(self) -> None:
         self.running, self.engine = None, None
+        self.session.measuring = False
         if self._timer is not None:
             self._timer.pause()
         self.redraw()

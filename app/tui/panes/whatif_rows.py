@@ -12,6 +12,7 @@ from costlab.app.analysis.views import RunReport
 from costlab.app.report.whatif import Axis, answer, delta_of, interval_cells, limits, parity_words, percent, verdict
 from costlab.app.tui.cells import EMPTY, Line, Tone, bar, line
 from costlab.app.tui.panes.live import clock_text
+from costlab.app.tui.session import Proof
 from costlab.app.tui.widgets.table import Column, col
 from costlab.app.whatif import events
 from costlab.app.whatif.results import Arm, Prediction, WhatIfResult
@@ -100,6 +101,18 @@ class Board:
         self.baselines.pop()
         self.chosen.clear()
         return self.accepted.pop()
+
+
+def proof_of_arm(arm: Arm) -> Proof:
+    """What the arm shows of a finding that names its option: of saves their stall, else the step."""
+    stall = arm.saves.stall if arm.saves is not None else None
+    if stall is not None and stall.a and stall.b is not None:
+        better = stall.b < stall.a
+        return Proof("faster" if better else "slower", f"stall of a save {100 * (stall.b / stall.a - 1):+.0f} %")
+    change = arm.change
+    if change is None or change.value is None or change.low is None or change.high is None:
+        return Proof("invalid")
+    return Proof(arm.verdict, f"{100 * change.value:+.1f} % ±{50 * (change.high - change.low):.1f}")
 
 
 def board_of(report: RunReport, machine: Machine) -> Board | None:

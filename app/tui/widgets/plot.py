@@ -24,6 +24,7 @@ class Points:
     marker: str
     x: list[float] = field(default_factory=list)
     y: list[float] = field(default_factory=list)
+    joined: bool = False  # a curve to lay points on
 
     def finite(self) -> tuple[list[float], list[float]]:
         """The drawable points, at most MAX_POINTS."""
@@ -95,7 +96,8 @@ class BandwidthPlot(Container):
         for number, (points, xs, ys) in enumerate(drawable):
             logs = [math.log10(x) for x in xs]
             colour = colours[number % len(colours)]
-            plt.scatter(logs, ys, marker=points.marker, label=plain(points.name), color=colour)
+            draw = plt.plot if points.joined else plt.scatter
+            draw(logs, ys, marker=points.marker, label=plain(points.name), color=colour)
         ticks = round_ticks(max(y for _, _, ys in drawable for y in ys))
         plt.yticks(ticks, [f"{t:g}" for t in ticks])
         plt.ylim(0, ticks[-1])

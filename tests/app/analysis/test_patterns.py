@@ -6,6 +6,7 @@ import msgspec
 import pytest
 
 from costlab.app.analysis.patterns import pattern_views
+from costlab.app.analysis.views import KernelView, LayerRow
 from costlab.app.diagnosis.patterns import patterns
 from costlab.app.diagnosis.rule import Context
 from costlab.app.report import render_markdown, render_text
@@ -47,3 +48,43 @@ def test_what_missed_fusion_or_breaks_already_name_is_no_second_finding() -> Non
     for text in (render_markdown(report), render_text(report)):
         assert "Anti-patterns in the model" in text
         assert "model.py:3" in text
+
+
+def kernel(**more: object) -> KernelView:
+    base: dict[str, object] = {
+        "name": "triton_poi_fused_clone_0", "kind": "layout_copy", "category": "memory", "layer": "layers.0.mlp",
+        "phase": "forward", "calls": 1.0, "ms": 0.5, "bytes": None, "gbps": None, "of_copy": None, "flops": None,
+        "status": "broken", "ops": "aten.clone.default", "source": "model.py:7",
+    }  # fmt: skip
+    return KernelView(**(base | more))  # type: ignore[arg-type]
+
+
+def layer(path: str, alike: int) -> LayerRow:
+    return LayerRow(
+        path=path, label=path, depth=1, layer_class="mlp", status="partial", rate=0.5, target=0.95, ms=1.0, bytes=1,
+        lost=1, structural=0, main_cause="", saves_ms=None, alike=alike,
+    )  # fmt: skip
+
+
+def test_the_cost_of_a_copy_is_its_kernels_measured_time() -> None:
+    rows = frame(PatternRow, [row("hidden_copy", phase="forward", bytes=1_000_000)])
+    alike = [kernel(layer=f"layers.{i}.mlp") for i in range(4)]
+    mixed = kernel(kind="pointwise", ops="aten.clone,aten.mul")
+    others = [kernel(source="model.py:8"), kernel(phase="backward"), mixed]
+    (view,) = pattern_views(rows, 1000.0, [*alike, *others])
+    assert (view.cost_ms, view.cost_kind) == (pytest.approx(2.0), "derived")
+
+
+def test_a_cast_in_a_kernel_of_its_own_is_a_copy_too() -> None:
+    rows = frame(PatternRow, [row("dtype_ping_pong", phase="forward", bytes=8)])
+    casts = [kernel(kind="pointwise", ops="prims.convert_element_type.default")]
+    (view,) = pattern_views(rows, 1000.0, casts)
+    assert (view.cost_ms, view.cost_kind) == (0.5, "derived")
+
+
+def test_without_kernels_of_its_own_the_cost_is_modelled_for_all_alike_layers() -> None:
+    rows = frame(PatternRow, [row("mutation", phase="forward", bytes=1_000_000)])
+    (view,) = pattern_views(rows, 1000.0, [kernel()], [layer("layers.*.mlp", 22), layer("head", 1)])
+    assert (view.cost_ms, view.cost_kind) == (pytest.approx(0.022), "modelled")
+    (unknown,) = pattern_views(frame(PatternRow, [row("print")]), 1000.0, [kernel()])
+    assert (unknown.cost_ms, unknown.cost_kind) == (None, "")

@@ -15,11 +15,13 @@ from costlab.app.analysis.memory import memory_view
 from costlab.app.analysis.views import CheckpointView, CompileView, CostView, Figure, StepsView
 from costlab.probes.records import (
     CheckpointRow,
+    CheckpointStageRow,
     CompileRow,
     Environment,
     Gpu,
     MemoryRow,
     PowerRow,
+    ResumeRow,
     WorkloadFacts,
 )
 from tests.app.analysis.tables import frame
@@ -81,6 +83,55 @@ def test_a_stall_not_measured_is_none_and_a_negative_one_costs_nothing() -> None
     assert checkpoint(save(stall_ms=-5.0)).per_step_ms == 0.0
     assert "no synchronous save" in checkpoint(save(mode="async:a", stall_ms=1.0)).note
     assert checkpoint_view(frame(CheckpointRow, []), 500) is None
+
+
+def test_a_lossy_save_is_never_the_best_and_is_whole_within_its_bound() -> None:
+    view = checkpoint(
+        save(mode="sync", stall_ms=3000.0),
+        save(mode="costlab:fp8", stall_ms=1.0, lossy=True, bits=8.2, update_error=0.02),
+        save(1, mode="costlab:fp8", stall_ms=1.0, lossy=True, bits=8.3, update_error=0.03),
+        save(mode="costlab:fp8", op="load", lossy=True, within_bound=True),
+        save(1, mode="costlab:fp8", op="load", lossy=True, within_bound=False),
+        save(mode="costlab:exact", stall_ms=5.0),
+    )
+    assert view.best_mode == "costlab:exact"
+    lossy, load = (next(c for c in view.lines if (c.mode, c.op) == ("costlab:fp8", op)) for op in ("save", "load"))
+    assert (lossy.lossy, lossy.bits, lossy.update_error) == (True, 8.3, 0.03)
+    assert load.within_bound is False and load.identical is None
+
+
+def test_the_stall_per_step_is_of_the_way_that_was_asked_for() -> None:
+    rows = frame(CheckpointRow, [save(stall_ms=900.0, bytes=8), save(mode="costlab:fp8", stall_ms=5.0, bytes=2)])
+    plain, fp8, absent = (checkpoint_view(rows, 500, codec) for codec in ("dcp", "fp8", "exact"))
+    assert plain is not None and fp8 is not None and absent is not None
+    assert (plain.per_step_ms, plain.bytes, plain.chosen) == (1.8, 8, "sync")
+    assert (fp8.per_step_ms, fp8.bytes, fp8.chosen) == (0.01, 2, "costlab:fp8")
+    assert absent.per_step_ms is None and "no save with costlab:exact was measured" in absent.note
+
+
+def test_a_stage_is_its_slowest_ranks_and_its_pace_is_of_its_busy_time() -> None:
+    def stage(rank: int, name: str, busy: float, **values: Any) -> CheckpointStageRow:
+        return CheckpointStageRow(rank=rank, mode="costlab:exact", op="save", stage=name, busy_ms=busy, **values)
+
+    rows = [
+        stage(0, "write", 10.0, start_ms=5.0, end_ms=15.0, bytes=10_000_000, ceiling_gbps=2.0),
+        stage(1, "write", 20.0, start_ms=5.0, end_ms=25.0, bytes=10_000_000, ceiling_gbps=2.0),
+        stage(0, "launch", 3.0, start_ms=0.0, end_ms=3.0),
+        stage(0, "encode", 1.0),
+    ]
+    view = checkpoint_view(frame(CheckpointRow, [save()]), 500, "dcp", frame(CheckpointStageRow, rows))
+    assert view is not None
+    assert [s.stage for s in view.stages] == ["encode", "launch", "write"]
+    write = view.stages[-1]
+    assert (write.busy_ms, write.gbps, write.of_ceiling) == (20.0, 0.5, 0.25)
+    assert view.stages[0].gbps is None and view.stages[0].of_ceiling is None
+
+
+def test_resumed_losses_are_the_mean_over_ranks() -> None:
+    rows = [ResumeRow(rank=k, mode="costlab:fp8", after=1, loss=2.0 + k, exact_loss=1.0 + k) for k in range(2)]
+    view = checkpoint_view(frame(CheckpointRow, [save()]), 500, resumed=frame(ResumeRow, rows))
+    assert view is not None
+    assert [(r.after, r.loss, r.exact_loss) for r in view.resumed] == [(1, 2.5, 1.5)]
 
 
 def compiled(*rows: CompileRow, memory: tuple[MemoryRow, ...] = (), step_ms: float | None = 100.0) -> CompileView:

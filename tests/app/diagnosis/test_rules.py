@@ -301,9 +301,10 @@ def test_autotuning_is_offered_only_where_it_may_help() -> None:
     loops = fusion(misses=[miss("mlp", "backend_loop_mismatch", 5.0)])
     copies = fusion(misses=[miss("mlp", "layout_copy", 5.0)])
     assert found("missed-fusion", healthy(fusion=loops))[0].proves == tune
-    assert found("missed-fusion", healthy(fusion=copies))[0].proves == ""
+    assert found("missed-fusion", healthy(fusion=copies))[0].proves == "--fused"
+    assert found("missed-fusion", healthy(fusion=copies, spec={"fused": True}))[0].proves == ""
     done = healthy(fusion=loops, spec={"compile_mode": "max-autotune-no-cudagraphs"})
-    assert found("missed-fusion", done)[0].proves == ""
+    assert found("missed-fusion", done)[0].proves == "--fused"
 
 
 def test_lists_of_findings_are_short() -> None:
@@ -326,7 +327,7 @@ def test_the_checkpoint_saving_is_the_difference_of_the_stalls() -> None:
     assert finding.saves_ms == pytest.approx((3000 - 10) / 500)
     assert finding.source == "measured"
     assert "BlockingAsyncStager" in finding.action
-    assert finding.proves == "--checkpoint-steps 16"
+    assert finding.proves == "--checkpoint-codec fp8"
 
 
 def test_a_stall_without_a_measured_alternative_is_a_finding_without_a_saving() -> None:

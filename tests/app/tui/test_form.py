@@ -88,3 +88,12 @@ def test_a_default_spec_survives_its_own_command() -> None:
     assert command_line(RunSpec()) == "costlab run"
     changed = msgspec.structs.replace(RunSpec(), workload="a b.py:make")
     assert shlex.split(command_line(changed)) == ["costlab", "run", "--workload", "a b.py:make"]
+
+
+def test_recomputation_has_named_policies_and_a_share() -> None:
+    values = preset_values("smoke")
+    for policy in choices("recompute"):
+        assert build_spec(values | {"recompute": policy}, "", "smoke").recompute == policy
+    assert choices("recompute")[:3] == ("none", "block", "operator")
+    with pytest.raises(SpecError, match="--recompute"):
+        build_spec(values | {"recompute": "budget:7"}, "", "smoke")

@@ -150,6 +150,41 @@ async def test_checkpoint_says_whether_the_restored_state_is_the_same(example: P
         assert any("stall" in n.name for n in app.pane.figures())
 
 
+async def test_checkpoint_shows_the_engine_beside_the_others(example: Path) -> None:
+    app = make_app(example)
+    async with app.run_test(size=(120, 40)) as pilot:
+        await opened(pilot)
+        await pilot.press("4")
+        await settle(pilot)
+        saves, stages = find(app, "#saves", Table), find(app, "#stages", Table)
+        assert column(saves, "mode") == ["sync", "async:pinned", "costlab:exact", "costlab:fp8"]
+        assert column(saves, "identical")[-2:] == ["● bit-equal", "◐ in bound"]
+        assert column(saves, "load")[1] == "–"
+        assert column(stages, "stage").count("to disk") == 2
+        assert column(stages, "bar")[column(stages, "stage").index("encode")] == "measured apart"
+        assert any("% of 2.40" in cell for cell in column(stages, "ceiling"))
+        assert column(find(app, "#codecs", Table), "codec") == ["fp8 16x16", "fp8 16x16", "log8"]
+        resumed = find(app, "#resumed", Table)
+        assert column(resumed, "after40") == ["same", "+0.0012"]
+        stages.focus()
+        await settle(pilot)
+        assert app.pane.pointed() is not None
+
+
+@pytest.mark.parametrize("size", [(80, 24), (120, 40)])
+async def test_checkpoint_without_the_engine_has_no_empty_tables(tmp_path: Path, size: tuple[int, int]) -> None:
+    """Runs recorded before there was an engine."""
+    tables = frozenset({"checkpoint_stages", "checkpoint_codecs", "resume"})
+    app = make_app(write_example_run(tmp_path / "old", omit=tables))
+    async with app.run_test(size=size) as pilot:
+        await opened(pilot)
+        await pilot.press("4")
+        await settle(pilot)
+        assert [find(app, f"#{n}", Table).display for n in ("saves", "stages", "codecs", "resumed")] == [
+            True, False, False, False,
+        ]  # fmt: skip
+
+
 async def test_compile_shows_breaks_recompiles_and_caches(example: Path) -> None:
     app = make_app(example)
     async with app.run_test(size=(120, 40)) as pilot:

@@ -9,13 +9,17 @@ from pathlib import Path
 
 import pytest
 from textual.pilot import Pilot
+from textual.widgets import Input
 
 from costlab.app.tui.app import CostlabApp
+from costlab.app.tui.panes.runs import prediction_record
 from costlab.app.tui.panes.whatif import WhatIfPane
 from costlab.app.tui.panes.whatif_rows import Board, Running, ToggleLine, progress_lines
+from costlab.app.tui.widgets.choice import Choice
 from costlab.app.tui.widgets.table import Table
 from costlab.app.whatif import events
 from costlab.app.whatif.results import Prediction
+from costlab.app.whatif.store import Accuracy
 from costlab.app.whatif.toggles import Machine
 from costlab.probes.records import Progress
 from costlab.probes.spec import RunSpec, SpecError
@@ -24,6 +28,7 @@ from tests.app.tui.driving import column, opened, settle, shown
 from tests.app.whatif.fakes import FakeLeg, FakeMachine
 
 BOX = Machine(gpus=2)
+FINDABLE = "--"  # any option of a run
 
 
 @pytest.fixture(autouse=True)
@@ -148,6 +153,74 @@ async def test_a_finding_s_proof_can_be_offered(example: Path) -> None:
         assert "compile=none+batch=8" in shown(app)
 
 
+async def test_a_proof_is_one_key_away_and_is_told_afterwards(example: Path) -> None:
+    app = CostlabApp([example], launcher_factory=FakeMachine(lambda s: 0.9 if s.cudagraphs else 1.0, noise=0.001))
+    async with app.run_test(size=(120, 40)) as pilot:
+        await opened(pilot)
+        overview = app.pane
+        table = overview.query_one("#findings", Table)
+        named = [n for n, row in enumerate(table.rows) if row.proves and FINDABLE in row.proves]
+        assert named, [row.proves for row in table.rows]
+        table.cursor = named[0]
+        await pilot.press("p")
+        await settle(pilot)
+        pane = app.pane
+        assert isinstance(pane, WhatIfPane)
+        assert pane.board is not None
+        assert len(pane.board.chosen) == 1
+        await pilot.press("w")
+        await until(pilot, lambda: pane.result is not None and pane.running is None)
+        await app.show_pane("overview")
+        await pilot.pause()
+        told = column(overview.query_one("#findings", Table), "proves")[named[0]]
+        assert "proven" in told or "refuted" in told
+        assert "%" in told
+
+
+async def test_no_run_is_recorded_while_a_whatif_measures(example: Path) -> None:
+    machine, go_on = speeds(), threading.Event()
+
+    def wait(_leg: FakeLeg) -> None:
+        go_on.wait(20)
+
+    machine.on_leg = wait
+    app = CostlabApp([example], launcher_factory=machine)
+    async with app.run_test(size=(120, 40)) as pilot:
+        pane = await at_pane(pilot)
+        await choose(pilot, pane, "sgd")
+        await pilot.press("w")
+        await until(pilot, lambda: len(machine.started) == 1)
+        await pilot.press("n")
+        await pilot.pause()
+        assert len(app.screen_stack) == 1
+        assert any("what-if is measuring" in n.message for n in app._notifications)
+        go_on.set()
+        await until(pilot, lambda: pane.running is None)
+        assert not app.session.measuring
+        await pilot.press("n")
+        await pilot.pause()
+        assert len(app.screen_stack) == 2
+
+
+async def test_export_writes_the_pane_alone(example: Path, tmp_path: Path) -> None:
+    file = tmp_path / "pane.md"
+    app = CostlabApp([example], launcher_factory=speeds())
+    async with app.run_test(size=(120, 40)) as pilot:
+        pane = await at_pane(pilot)
+        await choose(pilot, pane, "sgd")
+        await pilot.press("w")
+        await until(pilot, lambda: pane.result is not None and pane.running is None)
+        await pilot.press("e")
+        await pilot.pause()
+        app.screen.query_one("#what", Choice).action_turn(1)
+        app.screen.query_one("#path", Input).value = str(file)
+        await pilot.pause()
+        await pilot.press("enter")
+        await settle(pilot, file.exists)
+        assert "What if: sgd" in file.read_text()
+        assert "Where a step goes" not in file.read_text()
+
+
 async def test_without_a_run_it_says_what_to_press() -> None:
     app = CostlabApp([], launcher_factory=speeds())
     async with app.run_test(size=(80, 24)) as pilot:
@@ -181,3 +254,24 @@ def test_progress_tells_leg_phase_and_predictions() -> None:
     assert "measure 5/20  ETA 1:05" in text
     assert "sgd  -2.0 %  fewer accesses" in text
     assert "no model" in text
+
+
+async def test_runs_show_how_far_predictions_were_off(example: Path) -> None:
+    app = CostlabApp([example], launcher_factory=speeds())
+    async with app.run_test(size=(120, 40)) as pilot:
+        pane = await at_pane(pilot)
+        await choose(pilot, pane, "sgd")
+        await pilot.press("w")
+        await until(pilot, lambda: pane.result is not None and pane.running is None)
+        app.action_reload()
+        await settle(pilot)
+        await app.show_pane("runs")
+        await settle(pilot)
+        predicted = pane.result.variants[0].predicted if pane.result else None
+        assert ("predictions off by  sgd" in shown(app)) == (predicted is not None)
+
+
+def test_the_record_of_predictions_is_one_line() -> None:
+    rows = prediction_record([Accuracy(toggle="fused", count=3, median_error=0.012, inside=2)])
+    assert ["".join(t for t, _ in row) for row in rows] == ["predictions off by  fused 1.2 % (n=3)"]
+    assert prediction_record([]) == []

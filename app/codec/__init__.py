@@ -1,0 +1,1 @@
+"""`costlab codec`: what each checkpoint codec does to given tensors."""

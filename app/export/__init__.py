@@ -1,0 +1,1 @@
+"""Runs for other tools: span trees as OTLP, timelines as Chrome/Perfetto JSON."""

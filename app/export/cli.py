@@ -1,0 +1,82 @@
+"""`costlab export otlp` and `costlab export perfetto`: parse, call, say what was written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, NoReturn, TypeVar
+
+import typer
+
+from costlab.app.exit_codes import Exit
+
+if TYPE_CHECKING:
+    from costlab.app.store import Run
+
+T = TypeVar("T")
+export = typer.Typer(no_args_is_help=True, help="A run for other tools: OTLP span trees, Perfetto timelines.")
+
+RunName = Annotated[str, typer.Argument(help="Path, id, unique prefix, or 'last'")]
+Force = Annotated[bool, typer.Option("--force", help="Overwrite the file")]
+
+
+def _stop(message: str, code: Exit) -> NoReturn:
+    typer.echo(f"costlab: {message}", err=True)
+    raise typer.Exit(int(code))
+
+
+@export.command()
+def otlp(
+    run: RunName = "last",
+    endpoint: Annotated[str, typer.Option("--endpoint", help="Collector to send to, as http://HOST:4318")] = "",
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="File to write; '-' for stdout")] = None,
+    force: Force = False,
+) -> None:
+    """Send a run's span trees to an OpenTelemetry collector, or write them as OTLP JSON."""
+    from costlab.app.export.otlp import OtlpError, document, send
+
+    if bool(endpoint) == (output is not None):
+        _stop("give --endpoint URL to send the spans, or --output FILE to write them", Exit.USAGE)
+    if output is not None:
+        _write(_made(run, document), output, force=force)
+        return
+    try:
+        count = _made(run, lambda opened: send(opened, endpoint))
+    except OtlpError as error:
+        _stop(str(error), Exit.RUN_FAILED)
+    typer.echo(f"sent {count:,} spans", err=True)
+
+
+@export.command()
+def perfetto(
+    run: RunName = "last",
+    output: Annotated[Path, typer.Option("--output", "-o", help="File to write; '-' for stdout")] = Path("-"),
+    force: Force = False,
+) -> None:
+    """Write a run's span trees as a Chrome trace for ui.perfetto.dev, with fusion status as tracks."""
+    from costlab.app.export.perfetto import document
+
+    _write(_made(run, document), output, force=force)
+
+
+def _made(name: str, make: Callable[[Run], T]) -> T:
+    from costlab.app.store import StoreError, open_run
+
+    try:
+        return make(open_run(name))
+    except StoreError as error:
+        _stop(str(error), Exit.BAD_INPUT)
+
+
+def _write(data: bytes, output: Path, *, force: bool) -> None:
+    if str(output) == "-":
+        typer.echo(data.decode())
+        return
+    try:
+        with output.open("wb" if force else "xb") as sink:
+            sink.write(data)
+    except FileExistsError:
+        _stop(f"{output} exists; add --force to overwrite it", Exit.USAGE)
+    except OSError as error:
+        _stop(f"cannot write {output}: {error.strerror}", Exit.USAGE)
+    typer.echo(f"wrote {output}", err=True)

@@ -1,0 +1,1 @@
+"""`costlab plan`: which all-reduce a machine should run, from its topology."""

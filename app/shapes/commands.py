@@ -1,0 +1,149 @@
+"""`costlab shapes`: parse, run the job, keep and print. Registered by the command line."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Callable
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, NoReturn
+
+import typer
+
+from costlab.app.exit_codes import Exit
+
+if TYPE_CHECKING:
+    from costlab.probes.records import AnyEvent
+    from costlab.probes.shapes_spec import ShapesResult, ShapesSpec
+
+MODULE = "costlab.probes.shapes"
+
+
+class Form(StrEnum):
+    """Output formats."""
+
+    text = "text"
+    md = "md"
+    json = "json"
+
+
+def _stop(message: str, code: Exit) -> NoReturn:
+    typer.echo(f"costlab: {message}", err=True)
+    raise typer.Exit(int(code))
+
+
+def shapes(
+    shapes: Annotated[
+        str,
+        typer.Option(
+            "--shapes", "-s", help="Seen shapes, batch x sequence: 4x128,4x96*3,8x128; or your sampler, file.py:fn"
+        ),
+    ],
+    workload: Annotated[
+        str, typer.Option("--workload", "-w", help="llama, gpt2, resnet50, or path/to/file.py:make")
+    ] = "llama",
+    size: Annotated[str, typer.Option("--size", help="Size of a built-in workload")] = "tiny",
+    device: Annotated[str, typer.Option("--device", help="auto, cuda or cpu")] = "auto",
+    dtype: Annotated[str, typer.Option("--dtype", help="fp32 or bf16 (parameters stay fp32)")] = "bf16",
+    compile: Annotated[str, typer.Option("--compile", help="block or model")] = "block",
+    steps: Annotated[int, typer.Option("--steps", help="Timed steps of each shape and path")] = 10,
+    run_steps: Annotated[
+        int, typer.Option("--run-steps", help="Steps of the whole run that compiles are spread over")
+    ] = 100_000,
+    samples: Annotated[int, typer.Option("--samples", help="Pairs drawn from the sampler at most")] = 1000,
+    seed: Annotated[int, typer.Option("--seed", help="Seed of weights and data")] = 0,
+    format: Annotated[Form, typer.Option("--format", "-f", help="text, md or json")] = Form.text,
+) -> None:
+    """Run seen shapes static, dynamic and eager: cost, recompiles with their guard, and the buckets to pad to."""
+    from costlab.app.shapes.report import render_shapes
+
+    if steps < 1 or run_steps < 1 or samples < 1:
+        _stop("--steps, --run-steps and --samples must be above zero", Exit.USAGE)
+    spec = _spec(shapes, workload, size, device, dtype, compile, samples, steps, seed)
+    result = _run(spec)
+    _keep(result)
+    sys.stdout.write(render_shapes(result, format.value, run_steps))
+
+
+def _spec(
+    shapes: str, workload: str, size: str, device: str, dtype: str, compile: str, samples: int, steps: int, seed: int
+) -> ShapesSpec:
+    """The job's options; a mistake ends the command."""
+    from costlab.app.shapes.parse import ShapeProblem, is_sampler, parse_shapes
+    from costlab.probes.shapes_spec import Shape, ShapesSpec
+    from costlab.probes.spec import RunSpec, SpecError, validate
+
+    for name, value, choices in (("dtype", dtype, ("fp32", "bf16")), ("compile", compile, ("block", "model"))):
+        if value not in choices:
+            _stop(f"--{name}: no '{value}'; choose from {', '.join(choices)}", Exit.USAGE)
+    found: tuple[Shape, ...] = ()
+    try:
+        validate(RunSpec(workload=workload))
+        found = () if is_sampler(shapes) else parse_shapes(shapes)
+    except (SpecError, ShapeProblem) as error:
+        _stop(str(error), Exit.USAGE)
+    return ShapesSpec(
+        workload=workload,
+        size=size,
+        device=device,
+        dtype=dtype,  # type: ignore[arg-type]
+        compile=compile,  # type: ignore[arg-type]
+        shapes=found,
+        sampler="" if found else shapes,
+        samples=samples,
+        steps=steps,
+        seed=seed,
+    )
+
+
+def _run(spec: ShapesSpec) -> ShapesResult:
+    from costlab.app.topology.calibration import JobFailed, run_job
+    from costlab.probes.launch import LaunchError
+    from costlab.probes.shapes_spec import RESULT_FILE, ShapesResult
+    from costlab.probes.spec import SpecError
+
+    try:
+        return run_job(
+            MODULE, spec, RESULT_FILE, ShapesResult, _narrate, ranks=1, device=spec.device, started=_cancel_on_signals
+        )
+    except JobFailed as error:
+        _stop(f"shapes: {error}", Exit.CANCELLED if error.cancelled else Exit.RUN_FAILED)
+    except LaunchError as error:
+        _stop(str(error), Exit.RUN_FAILED)
+    except SpecError as error:
+        _stop(str(error), Exit.USAGE)
+
+
+def _cancel_on_signals(cancel: Callable[[], None]) -> None:
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda *_: cancel())
+
+
+def _narrate(event: AnyEvent) -> None:
+    """One line on stderr for each shape and path."""
+    from costlab.app.text import plain
+    from costlab.probes.records import Log, Progress
+
+    if isinstance(event, Progress) and event.done < event.total:
+        typer.echo(f"  {event.done + 1}/{event.total}  {plain(event.detail)}", err=True)
+    elif isinstance(event, Log) and event.level != "info":
+        typer.echo(f"  {plain(event.text)}", err=True)
+
+
+def _keep(result: ShapesResult) -> None:
+    """`shapes/<date>-<workload>.json` in the store, and a line on stderr that says where."""
+    import msgspec
+
+    from costlab.app.store import home
+
+    stamp = "".join(c for c in result.date[:19] if c.isdigit())
+    name = "".join(c if c.isalnum() else "-" for c in Path(result.spec.workload).name)[:40]
+    path = home() / "shapes" / f"{stamp}-{name}.json"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(msgspec.json.format(msgspec.json.encode(result), indent=1))
+    except OSError as error:
+        typer.echo(f"costlab: the result could not be kept ({error.strerror})", err=True)
+        return
+    typer.echo(f"kept in {path}", err=True)

@@ -1,0 +1,88 @@
+"""What a checkpoint codec changes: foretold from the baseline's leg, measured in the variant's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from costlab.app.analysis.checkpoint import checkpoint_view
+from costlab.app.analysis.views import RunReport
+from costlab.app.report.whatif import saving
+from costlab.app.whatif.deltas import deltas
+from costlab.app.whatif.saves import save_effect
+from costlab.app.whatif.spec import make_whatif
+from costlab.app.whatif.toggles import Machine
+from costlab.probes.records import CheckpointRow
+from costlab.probes.spec import RunSpec
+from tests.app.analysis.tables import frame
+from tests.app.diagnosis.reports import healthy as example
+
+BASE = RunSpec(device="cpu", ranks=2)
+FP8 = msgspec.structs.replace(BASE, checkpoint_codec="fp8")
+
+
+def row(mode: str, op: str = "save", **values: Any) -> CheckpointRow:
+    return CheckpointRow(**({"rank": 0, "mode": mode, "op": op, "ok": True} | values))
+
+
+def saved(codec: str, *rows: CheckpointRow) -> RunReport:
+    return msgspec.structs.replace(example(), checkpoint=checkpoint_view(frame(CheckpointRow, rows), 500, codec))
+
+
+SYNC = row("sync", bytes=12_000_000, stall_ms=900.0, stall_low_ms=800.0, stall_high_ms=1000.0)
+OWN = row(
+    "costlab:fp8", bytes=3_300_000, lossy=True, stall_ms=20.0, stall_low_ms=10.0, stall_high_ms=30.0, update_error=0.02
+)
+LOADED = row("costlab:fp8", "load", lossy=True, within_bound=True)
+
+
+def test_stall_and_bytes_are_of_the_way_each_arm_asks_for() -> None:
+    effect = save_effect(saved("dcp", SYNC, OWN), saved("fp8", SYNC, OWN, LOADED), BASE, FP8)
+    assert effect is not None
+    assert (effect.before, effect.after) == ("sync", "costlab:fp8")
+    assert (effect.stall.a, effect.stall.b, effect.stall.verdict) == (900.0, 20.0, "better")
+    assert (effect.bytes.a, effect.bytes.b) == (12_000_000, 3_300_000)
+    assert effect.predicted_stall is not None and effect.predicted_stall.value == 20.0
+    assert effect.predicted_bytes == pytest.approx(12e6 * (8.125 + 8.125 + 8) / 96)
+    assert effect.restored is True and effect.lossy and effect.update_error == 0.02
+    words = saving(effect)
+    assert "stalls training for 20.0 ms [10.0 ms, 30.0 ms] instead of 900 ms" in words
+    assert "within its error bound, first resumed update off by 2.0 %" in words
+
+
+def test_the_deltas_hold_the_stall_and_the_bytes() -> None:
+    found = {c.name: c for c in deltas([], ["baseline"], "fp8", saved("dcp", SYNC), saved("fp8", SYNC, OWN))}
+    assert (found["checkpoint stall of a save"].a, found["checkpoint stall of a save"].b) == (900.0, 20.0)
+    assert (found["checkpoint bytes"].a, found["checkpoint bytes"].b) == (12_000_000, 3_300_000)
+    assert found["checkpoint stall per step"].b == pytest.approx(0.04)
+
+
+def test_a_save_that_was_refused_or_left_out_says_why() -> None:
+    refused = row("costlab:fp8", ok=False, lossy=True, note="a lossy save is refused")
+    effect = save_effect(saved("dcp", SYNC), saved("fp8", SYNC, refused), BASE, FP8)
+    assert effect is not None and effect.stall.b is None and effect.predicted_stall is None
+    assert "A lossy save is refused." in saving(effect)
+    effect = save_effect(saved("dcp", SYNC), saved("fp8", SYNC), BASE, FP8)
+    assert effect is not None and "No save with costlab:fp8 was measured" in saving(effect)
+
+
+def test_other_variants_have_no_effect_on_saves() -> None:
+    other = msgspec.structs.replace(BASE, optimizer="sgd")
+    assert save_effect(saved("dcp", SYNC), saved("dcp", SYNC), BASE, other) is None
+    assert save_effect(None, None, BASE, FP8) is None
+
+
+def test_sgd_has_one_moment_less_to_write() -> None:
+    sgd = msgspec.structs.replace(BASE, optimizer="sgd")
+    effect = save_effect(saved("dcp", SYNC), None, sgd, msgspec.structs.replace(sgd, checkpoint_codec="fp8"))
+    assert effect is not None and effect.predicted_bytes == pytest.approx(12e6 * 16.25 / 64)
+
+
+@pytest.mark.parametrize("toggle", ["fp8", "exact"])
+def test_the_toggle_makes_the_arms_save_though_a_whatif_does_not_by_default(toggle: str) -> None:
+    machine = Machine(gpus=0)
+    whatif = make_whatif(BASE, [toggle], machine=machine)
+    assert whatif.baseline.checkpoint and whatif.arm(toggle).checkpoint_codec == toggle
+    assert not make_whatif(BASE, ["sgd"], machine=machine).baseline.checkpoint
