@@ -38,6 +38,7 @@ def section(path: Path) -> str:
     """One subject's table."""
     data = json.loads(path.read_text(encoding="utf-8"))
     lines = [f"\n## {path.stem}\n", f"{machine(data['environment'])}\n"]
+    lines += [f"{note}\n" for note in data["environment"].get("notes", [])]
     lines.append("| metric | value | peer or ceiling | its value | ratio | n |")
     lines.append("|---|---:|---|---:|---:|---:|")
     for r in data["results"]:

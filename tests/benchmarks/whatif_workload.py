@@ -14,10 +14,10 @@ from torch import nn
 
 
 def make(ctx: Any) -> tuple[nn.Module, Any, Any]:
-    """(model, batches, loss) of a perceptron whose step takes some 30 ms on two CPU cores."""
+    """(model, batches, loss) of a perceptron whose step takes some 10 ms on two CPU cores, some 8 ms on a large GPU."""
     torch.manual_seed(ctx.seed)
     on_gpu = ctx.device.type == "cuda"
-    width, depth, rows = (4096, 8, 4096) if on_gpu else (512, 4, 512)
+    width, depth, rows = (2048, 4, 3072) if on_gpu else (256, 4, 512)
     layers = [m for _ in range(depth) for m in (nn.Linear(width, width), nn.ReLU())]
     share = float(ctx.size.removeprefix("plus")) / 100 if ctx.size.startswith("plus") else 0.0
     x = torch.randn(rows, width, device=ctx.device)
