@@ -32,7 +32,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from costlab.kernels.codec import device_load, fp8, gds, triton_blocks, triton_tiles
+from costlab.kernels.codec import device_load, fp8, gds, triton_blocks
 from costlab.kernels.codec.blocks import grid_of
 from costlab.kernels.codec.checkpoint import Checkpoint
 from costlab.kernels.codec.crc import releases_gil
@@ -49,6 +49,7 @@ sys.path.insert(0, str(HERE))
 
 from checkpoint_common import GB, Bench, Workload, seconds, stall_of, sync
 from checkpoint_dcp import section_dcp
+from checkpoint_tune import section_tune
 
 
 def environment(bench: Bench) -> dict[str, Any]:
@@ -129,66 +130,30 @@ def section_codec(bench: Bench) -> None:
     bench.add("fp8_decode_of_copy", worst["decode"], "ratio", "target", 0.90, worst["decode"] / 0.90, repeats)
 
 
-_TILES = {
-    4: ((128, 1), (256, 2), (512, 4), (1024, 8), (256, 1), (512, 2), (1024, 4)),
-    2: ((256, 1), (512, 2), (1024, 4), (2048, 8), (512, 4), (1024, 8), (2048, 4)),
-}
-
-
-def section_tune(bench: Bench) -> None:
-    """Tiles of the 16x16 kernels, each checked against the committed one; the rest of the run uses the fastest."""
-    if bench.device.type != "cuda" or not triton_tiles.hopper(bench.device):
-        return
-    side = 16384
-    for dtype in (torch.float32, torch.bfloat16):
-        x = torch.randn(side, side, device="cuda").to(dtype)
-        grid = grid_of((side, side), (16, 16))
-        want, scales, _ = fp8.encode(x)
-        values = fp8.decode(want, scales, grid, dtype)
-        codes, out, count = torch.empty_like(want), torch.empty_like(values), torch.zeros(1, dtype=torch.int32).cuda()
-        moved, kind = x.nbytes + codes.nbytes + scales.nbytes, str(dtype)[6:]
-        found: dict[str, list[tuple[float, tuple[int, int]]]] = {"encode": [], "decode": []}
-        for tile in _TILES[dtype.itemsize]:
-            ways: dict[str, Callable[[], object]] = {
-                "encode": partial(triton_tiles.encode_tiles, x, grid, codes, scales, count, "e4m3", tile),
-                "decode": partial(triton_tiles.decode_tiles, codes, scales, grid, out, tile),
-            }
-            for name, work in ways.items():
-                try:
-                    speed = moved / seconds(bench.device, work, 7, 3)
-                except Exception as error:
-                    bench.add(f"tune {kind} {name} {tile[0]}x{tile[1]}", f"{type(error).__name__}"[:60], "")
-                    continue
-                right = torch.equal(codes, want) and (name == "encode" or torch.equal(out, values))
-                bench.add(f"tune {kind} {name} {tile[0]}x{tile[1]}", speed / GB, "GB/s" if right else "GB/s, WRONG")
-                if right:
-                    found[name].append((speed, tile))
-        for name, table in (("encode", triton_tiles.ENCODE_TILE), ("decode", triton_tiles.DECODE_TILE)):
-            table[dtype.itemsize] = max(found[name])[1]
-            bench.add(f"tune {kind} {name}: used below", "x".join(map(str, table[dtype.itemsize])), "")
-
-
 def section_disk(bench: Bench) -> None:
-    """What the disk takes: O_DIRECT writes of 16 MiB by eight threads, and fsync; the best of two."""
+    """What the disk takes, before the saves; it is measured again after them, and the median is the ceiling."""
+    for _ in range(2):
+        _raw_write(bench)
+
+
+def _raw_write(bench: Bench) -> None:
+    """O_DIRECT writes of 16 MiB by eight threads, and fsync."""
     from concurrent.futures import ThreadPoolExecutor
 
     size, piece = (8 << 20, 1 << 20) if bench.tiny else (4 << 30, 16 << 20)
-    buffers = [aligned_buffer(piece) for _ in range(8)]
-    for buffer in buffers:
-        buffer[:] = np.random.default_rng(0).integers(0, 256, piece, dtype=np.uint8)
-    best = 0.0
-    for attempt in range(2):
-        path = bench.root / f"raw-{attempt}"
-        start = time.perf_counter()
-        file = AtomicFile(path, direct=True)
-        file.allocate(size)
-        with ThreadPoolExecutor(8) as pool:
-            list(pool.map(lambda i: file.write(buffers[i % 8], i * piece), range(size // piece)))  # noqa: B023
-        file.commit(size)
-        best = max(best, size / (time.perf_counter() - start))
-        path.unlink()
-    bench.facts["disk"] = best
-    bench.add("disk write, O_DIRECT, fsync", best / GB, "GB/s", n=2)
+    if not bench.buffers:
+        bench.buffers = [aligned_buffer(piece) for _ in range(8)]
+        for buffer in bench.buffers:
+            buffer[:] = np.random.default_rng(0).integers(0, 256, piece, dtype=np.uint8)
+    path = bench.root / f"raw-{len(bench.disk)}"
+    start = time.perf_counter()
+    file = AtomicFile(path, direct=True)
+    file.allocate(size)
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda i: file.write(bench.buffers[i % 8], i * piece), range(size // piece)))
+    file.commit(size)
+    bench.disk.append(size / (time.perf_counter() - start))
+    path.unlink()
 
 
 def section_stall(bench: Bench) -> None:
@@ -203,7 +168,7 @@ def section_stall(bench: Bench) -> None:
             checkpointer.warm_up(load.state())
             stalls: list[float] = []
             reports: list[SaveReport] = []
-            for attempt in range(2 if bench.tiny else 4):
+            for attempt in range(2 if bench.tiny else 6):
 
                 def save(number: int = attempt) -> Callable[[], bool]:
                     return checkpointer.save(number, load.state()).done
@@ -216,6 +181,8 @@ def section_stall(bench: Bench) -> None:
                     stalls.append(stall)
                     reports.append(report)
                 _keep_newest(root)
+        if bench.disk:
+            _raw_write(bench)
         _report_saves(bench, name, stalls, reports)
         if bench.trace:
             _trace(bench, name, reports[-1])
@@ -257,9 +224,10 @@ def _report_saves(bench: Bench, name: str, stalls: list[float], reports: list[Sa
         bench.add(f"{name} {stage}", best.seconds(stage) * 1e3, "ms")
     durable = statistics.median(r.durable_s for r in reports)
     speed = best.file_bytes / durable
-    disk = bench.facts.get("disk")
+    disk = statistics.median(bench.disk) if bench.disk else None
     bench.add(f"{name} time to durable", durable, "s", n=len(reports))
     if disk:
+        bench.add("disk write, O_DIRECT, fsync", disk / GB, "GB/s", n=len(bench.disk))
         bench.add(f"{name} durable speed", speed / GB, "GB/s", "disk", disk / GB, speed / disk, len(reports))
         if name == "exact":
             bench.add("durable_of_disk", speed / disk, "ratio", "target", 0.9, speed / disk / 0.9, len(reports))
@@ -281,9 +249,19 @@ def _gate_cost(bench: Bench, load: Workload) -> None:
     shutil.rmtree(bench.root / "gate")
 
 
+def _saved(bench: Bench, name: str) -> Path:
+    """The checkpoint that the stall section left; one made now where it didn't run."""
+    root = bench.root / name
+    if not root.exists() or not list(committed(root)):
+        load = Workload(bench)
+        with AsyncCheckpointer(root, name, gate_every=0) as checkpointer:
+            checkpointer.save(0, load.state()).result()
+    return next(committed(root))[0]
+
+
 def section_load(bench: Bench) -> None:
     """Open, verify and load the exact checkpoint that the stall section left; safetensors on the same tensors."""
-    directory = next(committed(bench.root / "exact"))[0]
+    directory = _saved(bench, "exact")
     file = next(directory.glob("rank-*.clck"))
     _read_through(file)
     start = time.perf_counter()
@@ -344,14 +322,7 @@ def _load_parts(bench: Bench, checkpoint: Checkpoint, state: dict[str, torch.Ten
         for name, entry in checkpoint.files[0].entries.items() if name in state and entry.length
     ]  # fmt: skip
     standard = device_load.PIECE
-    for threads, piece, verify in (
-        (16, 8, True),
-        (16, 8, False),
-        (8, 8, True),
-        (32, 8, True),
-        (16, 4, True),
-        (16, 16, True),
-    ):
+    for threads, piece, verify in ((16, 12, True), (16, 12, False), (8, 12, True), (24, 12, True), (16, 6, True)):
         device_load.PIECE = piece << 20
         loader = device_load.DeviceLoader(bench.device, threads, verify)
         try:
@@ -362,6 +333,26 @@ def _load_parts(bench: Bench, checkpoint: Checkpoint, state: dict[str, torch.Ten
             device_load.PIECE = standard
         checked = "checked" if verify else "not checked"
         bench.add(f"readers {threads} x {piece} MiB, {checked}", total / statistics.median(taken) / GB, "GB/s", n=3)
+    for threads in (1, 8, 16):
+        bench.add(f"page cache to pinned memory, {threads} threads", _read_speed(jobs, threads) / GB, "GB/s", n=3)
+
+
+def _read_speed(jobs: list[device_load.Job], threads: int) -> float:
+    """Bytes a second that reads of 12 MiB bring from the page cache into pinned buffers, and nothing else."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    file, size = jobs[0].container, 12 << 20
+    buffers = [torch.empty(size, dtype=torch.uint8, pin_memory=True).numpy() for _ in range(threads)]
+    end = max(job.entry.offset + job.entry.length for job in jobs)
+    starts = range(0, min(end, 4 << 30) - size, size)
+
+    def some(number: int) -> None:
+        for start in starts[number::threads]:
+            file._pread_into(start, buffers[number])
+
+    with ThreadPoolExecutor(threads) as pool:
+        taken = [_timed(lambda: list(pool.map(some, range(threads)))) for _ in range(3)]
+    return len(starts) * size / statistics.median(taken)
 
 
 def _timed(work: Callable[[], object]) -> float:
@@ -378,7 +369,7 @@ def _timed_load(checkpoint: Checkpoint, state: dict[str, torch.Tensor]) -> float
 
 def section_fp8_load(bench: Bench) -> None:
     """Decode an FP8 checkpoint to the device."""
-    directory = next(committed(bench.root / "fp8"))[0]
+    directory = _saved(bench, "fp8")
     _read_through(next(directory.glob("rank-*.clck")))
     with Checkpoint.open(directory) as checkpoint:
         names = [n for n in checkpoint.names if not checkpoint.places[n][0][1].kind]

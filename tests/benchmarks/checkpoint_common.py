@@ -40,6 +40,8 @@ class Bench:
     trace: bool = False
     results: list[Result] = field(default_factory=list)
     facts: dict[str, float] = field(default_factory=dict)
+    disk: list[float] = field(default_factory=list)
+    buffers: list[Any] = field(default_factory=list)
 
     @property
     def device(self) -> torch.device:

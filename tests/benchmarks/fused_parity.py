@@ -6,8 +6,9 @@ Every run is a process of its own; plain and fused alternate (plain, fused, plai
 wrapping that `costlab run --compile block` uses: FSDP2, per-block torch.compile, bf16, fused AdamW. Step times are
 CUDA-event times of the last quarter of the steps, memory is the peak over all steps after the first eight. The learning
 rate rises linearly to 1e-4 over the first 100 steps: at a full rate from the first step AdamW's path is chaotic, and
-runs of one seed part within ten steps whatever computes them. The loss of every step is kept. Parity: the difference between fused and plain of one seed, as root mean square over the steps,
-against the difference of the plain runs' two seeds.
+runs of one seed part within ten steps whatever computes them. The loss of every step is kept. Parity: the difference
+between fused and plain of one seed, as root mean square over the steps, against the difference of the plain runs' two
+seeds.
 """
 
 from __future__ import annotations
