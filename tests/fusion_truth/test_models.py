@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from . import models as m
 from .harness import line_of, observe
+from .scheduling import device
 
 
 def ids(*shape: int) -> Tensor:
@@ -82,7 +83,7 @@ class Batches:
 
     def __call__(self, model: Any) -> None:
         for size in self.sizes:
-            model(m.tokens(size)).sum().backward()
+            model(m.tokens(size).to(device())).sum().backward()
 
 
 def test_a_changing_batch_recompiles_and_stays_complete() -> None:
