@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import operator
 import sys
 import time
 from collections import Counter
@@ -111,26 +112,36 @@ def seen(spec: ShapesSpec) -> list[Shape]:
 
 
 def sampled(name: str, most: int) -> list[tuple[int, int]]:
-    """(batch, seq) pairs of the user's `file.py:function`, at most `most` of them. Raises WorkloadError."""
-    from costlab.probes.workloads.base import WorkloadError
+    """(batch, seq) pairs of the user's `file.py:function`, at most `most` of them. Raises SpecError, WorkloadError."""
     from costlab.probes.workloads.loader import _function
 
     file, _, function = name.rpartition(":")
-    make: Callable[..., object] = _function(Path(file).expanduser(), function)
+    path = Path(file).expanduser()
+    if not path.is_file():
+        raise SpecError(f"no such file: {file}; give your sampler as path/to/file.py:function")
+    make: Callable[..., object] = _function(path, function)
+    called = f"{path.name}:{function}"
     try:
         found = make()
         items = list(islice(found, most)) if isinstance(found, Iterable) else []
     except (Exception, SystemExit) as error:
-        raise WorkloadError(f"{Path(file).name}:{function} raised {type(error).__name__}: {error}") from error
-    pairs = []
-    for item in items:
-        good = isinstance(item, tuple | list) and len(item) == 2 and all(isinstance(x, int) and x > 0 for x in item)
-        if not good:
-            raise WorkloadError(f"{Path(file).name}:{function} yielded {item!r:.60}; yield pairs (batch, sequence)")
-        pairs.append((item[0], item[1]))
+        raise SpecError(f"sampler {called} raised {type(error).__name__}: {error}") from error
+    pairs = [_pair(item, called) for item in items]
     if not pairs:
-        raise WorkloadError(f"{Path(file).name}:{function} yielded nothing; yield pairs (batch, sequence)")
+        raise SpecError(f"sampler {called} yielded nothing; yield pairs (batch, sequence)")
     return pairs
+
+
+def _pair(item: object, called: str) -> tuple[int, int]:
+    """A pair as plain integers; those of NumPy and torch count as integers, true and false do not."""
+    values = tuple(islice(item, 3)) if isinstance(item, Iterable) else ()
+    try:
+        pair = tuple(operator.index(x) for x in values if not isinstance(x, bool))
+    except TypeError:
+        pair = ()
+    if len(values) != 2 or len(pair) != 2 or min(pair) < 1:
+        raise SpecError(f"sampler {called} yielded {item!r:.60}; yield pairs (batch, sequence), both above zero")
+    return pair[0], pair[1]
 
 
 def build(spec: ShapesSpec, shapes: list[Shape]) -> Stage:

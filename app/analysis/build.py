@@ -17,6 +17,7 @@ from costlab.app.analysis.fusion import fusion_view
 from costlab.app.analysis.info import run_info
 from costlab.app.analysis.memory import memory_view
 from costlab.app.analysis.patterns import pattern_views
+from costlab.app.analysis.sources import longest
 from costlab.app.analysis.steps import steps_view
 from costlab.app.analysis.views import (
     CheckpointView,
@@ -99,10 +100,13 @@ class _Builder:
     def collectives(self) -> CollectivesView | None:
         from costlab.app.analysis.clocks import EXTRA, clock_doubts, clock_sentence
         from costlab.app.analysis.collectives import collectives_view
+        from costlab.app.analysis.schedules import schedules
+        from costlab.probes.schedule_choice import EXTRA as SCHEDULES
 
         profiled = self.table(rec.PartRow)
         rows = self.table(rec.CollectiveRow)
-        if rows.empty and profiled.empty:
+        chosen, how = schedules(self.run.manifest.extra.get(SCHEDULES))
+        if rows.empty and profiled.empty and not chosen:
             return None
         clocks = clock_doubts(self.run.manifest.extra.get(EXTRA))
         view = collectives_view(
@@ -112,6 +116,7 @@ class _Builder:
             steps=int(profiled.step.nunique() if len(profiled) else rows.step.nunique()),
             clock_uncertainty_us={c.rank: c.uncertainty_us for c in clocks} or None,
         )
+        view = msgspec.structs.replace(view, schedules=chosen, schedules_how=how)
         if not view.rows:
             return view
         view = msgspec.structs.replace(view, clock=clock_sentence(clocks))
@@ -143,8 +148,9 @@ class _Builder:
             return None
         patterns = pattern_views(self.table(rec.PatternRow, chosen), self.facts.copy_gbps, view.kernels, view.layers)
         tuning = self.section("tuning", lambda: read_tuning(self.run.path))
+        sources = self.section("sources", lambda: longest(self.run, view.kernels)) or []
         words = "; ".join(n for n in (view.note, note, fusion_targets.active().problem) if n)
-        return msgspec.structs.replace(view, patterns=patterns, tuning=tuning, note=words)
+        return msgspec.structs.replace(view, patterns=patterns, sources=sources, tuning=tuning, note=words)
 
     def checkpoint(self) -> CheckpointView | None:
         return checkpoint_view(

@@ -191,6 +191,18 @@ class PatternView(View, frozen=True, kw_only=True):
     ops: str = ""
 
 
+class KernelCode(View, frozen=True, kw_only=True):
+    """The source that Inductor generated for a kernel; of the longest kernels that have one."""
+
+    name: str
+    phase: str
+    ms: float  # measured, per step, of all layers together
+    language: str  # triton or cpp
+    source: str  # as generated, without paths
+    cut: bool = False  # whether the end is missing
+    variants: int = 1  # different kernels of that name and phase; this is the newest
+
+
 class CandidateView(View, frozen=True, kw_only=True):
     """A rewrite that `costlab tune` considered. Changes are relative, of the step time; negative is faster."""
 
@@ -266,6 +278,7 @@ class FusionView(View, frozen=True, kw_only=True):
     misses: list[MissView] = []
     kernels: list[KernelView] = []
     patterns: list[PatternView] = []
+    sources: list[KernelCode] = []  # of the longest generated kernels
     tuning: TuneView | None = None  # what `costlab tune` found on this run
     note: str = ""
 
@@ -304,6 +317,16 @@ class CurveView(View, frozen=True, kw_only=True):
     busbw_gbps: list[float]
 
 
+class ScheduleView(View, frozen=True, kw_only=True):
+    """One message size and the all-reduce schedule that the run chose for it."""
+
+    bytes: int
+    schedule: str  # with its chunks; the library's name where its own all-reduce stays
+    ms: float | None = None
+    library_ms: float | None = None  # the library's own all-reduce; null where it was no candidate
+    used: bool = False  # a message of the step, by the curves; otherwise a size that was measured
+
+
 class CollectivesView(View, frozen=True, kw_only=True):
     """Communication of a step; `convention` says how bandwidths are defined."""
 
@@ -320,6 +343,8 @@ class CollectivesView(View, frozen=True, kw_only=True):
     overlapped: float | None = None
     straggler: str = ""
     curves: list[CurveView] = []
+    schedules: list[ScheduleView] = []  # where the run was asked to plan its all-reduce
+    schedules_how: str = ""
     convention: str = ""
     note: str = ""
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from costlab.app.exit_codes import Exit
-from costlab.app.whatif.cli import FORMS, Force, Output, finish, stop, terminal_width
+from costlab.app.whatif.cli import FORMS, Force, Output, check_writable, finish, stop, terminal_width
 
 
 def codec(
@@ -39,6 +40,9 @@ def codec(
         stop(f"--device: choose from auto, cuda, cpu, not '{device}'", Exit.USAGE)
     path = str(file.expanduser().absolute()) if file is not None else ""
     request = CodecRequest(path=path, model=model, steps=steps, device=device, limit_mb=limit, timing=timing)
+    check_writable(output, force)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.default_int_handler)
     try:
         check(request)
         result = measure(request)
@@ -46,4 +50,6 @@ def codec(
         stop(str(error), Exit.USAGE)
     except CodecProblem as error:
         stop(str(error), Exit.BAD_INPUT if error.bad_input else Exit.RUN_FAILED)
+    except KeyboardInterrupt:
+        stop("cancelled", Exit.CANCELLED)
     finish(render(result, format, terminal_width()), output, force, Exit.OK)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -10,7 +9,9 @@ from pathlib import Path
 import msgspec
 
 from costlab.app.text import plain
+from costlab.probes.child import ask, last_words
 from costlab.probes.codec_spec import CodecRequest, CodecResult
+from costlab.probes.spec import SpecError
 
 MODULE = "costlab.probes.codec_table"
 
@@ -24,16 +25,17 @@ class CodecProblem(Exception):
 
 
 def measure(request: CodecRequest) -> CodecResult:
-    """The table. Raises CodecProblem; Ctrl-C ends the process too, which shares the terminal."""
+    """The table. Raises CodecProblem, and SpecError for what this machine hasn't; the process ends on any way out."""
     with tempfile.TemporaryDirectory(prefix="costlab-codec-") as folder:
         asked, answered = Path(folder) / "request.json", Path(folder) / "result.json"
         asked.write_bytes(msgspec.json.encode(request))
         command = [sys.executable, "-P", "-m", MODULE, str(asked), str(answered)]
-        done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
+        done = ask(command)
         if done.returncode or not answered.is_file():
-            lines = [line for line in done.stderr.splitlines() if line.strip()]
-            raise CodecProblem(plain(lines[-1] if lines else f"ended with {done.returncode}", 300), bad_input=False)
+            raise CodecProblem(plain(last_words(done), 300), bad_input=False)
         result = msgspec.json.decode(answered.read_bytes(), type=CodecResult)
+    if result.error and result.usage:
+        raise SpecError(plain(result.error, 400))
     if result.error:
         raise CodecProblem(plain(result.error, 400), bad_input=True)
     return result

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn, TypeVar
@@ -69,14 +70,23 @@ def _made(name: str, make: Callable[[Run], T]) -> T:
 
 
 def _write(data: bytes, output: Path, *, force: bool) -> None:
+    """Whole or not at all."""
+    from costlab.probes.tables import write_bytes
+
     if str(output) == "-":
-        typer.echo(data.decode())
+        typer.echo(_bare(data.decode()))
         return
-    try:
-        with output.open("wb" if force else "xb") as sink:
-            sink.write(data)
-    except FileExistsError:
+    if output.is_dir():
+        _stop(f"{output} is a folder; name a file in it", Exit.USAGE)
+    if output.exists() and not force:
         _stop(f"{output} exists; add --force to overwrite it", Exit.USAGE)
+    try:
+        write_bytes(output, data)
     except OSError as error:
         _stop(f"cannot write {output}: {error.strerror}", Exit.USAGE)
     typer.echo(f"wrote {output}", err=True)
+
+
+def _bare(text: str) -> str:
+    """JSON that no terminal takes for commands: DEL and the C1 controls as escapes, the C0 ones are already."""
+    return re.sub(r"[\x7f-\x9f]", lambda m: f"\\u{ord(m[0]):04x}", text)

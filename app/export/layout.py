@@ -13,8 +13,10 @@ from typing import Any
 import msgspec
 
 from costlab.app.store import Run, StoreError
+from costlab.app.text import plain
 from costlab.probes.records import SpanRow, StepRow
 
+_LONGEST_MS = 1e9  # eleven days: a span that says more is damaged, and would not fit 64 bits of ns
 HOW = "durations are means over the profiled steps; begins are laid out in the order of the span tree, not measured"
 
 
@@ -27,12 +29,15 @@ class Placed(msgspec.Struct, frozen=True):
 
 
 def spans_of(run: Run) -> list[SpanRow]:
-    """The run's spans, parents before children; StoreError where it has none."""
+    """The run's spans, parents before children; StoreError where it has none, or one that cannot be read."""
     frame = run.table(SpanRow.table, SpanRow)
     if frame.empty:
         raise StoreError(f"{run.path.name} has no span tree; record it with --profile-steps above zero")
     rows = frame.astype(object).where(frame.notna(), None).to_dict("records")
-    return [msgspec.convert(row, SpanRow, strict=False) for row in rows]
+    try:
+        return [msgspec.convert(row, SpanRow, strict=False) for row in rows]
+    except msgspec.ValidationError as error:
+        raise StoreError(f"{run.path.name}: a row of its span table is damaged: {plain(error, 120)}") from error
 
 
 def began(run: Run) -> dict[int, int]:
@@ -81,18 +86,16 @@ def _lay(span: SpanRow, begin: int, children: dict[tuple[int, str], list[SpanRow
                 stack.append((child, len(out), cursor, 0))
                 out.append(Placed(child, cursor, cursor))
             continue
-        own = current.ms if current.ms is not None and math.isfinite(current.ms) else 0.0
+        own = current.ms if current.ms is not None and 0 <= current.ms <= _LONGEST_MS else 0.0
         cursor = max(cursor, start + round(own * 1e6))
         out[index] = Placed(current, start, cursor)
     return cursor
 
 
 def attributes(span: SpanRow) -> dict[str, Any]:
-    """What is known of a span, absent figures left out."""
+    """What is known of a span; absent figures, and those that JSON has no number for, left out."""
     named = {f"costlab.{k}": v for k, v in msgspec.to_builtins(span).items() if k not in _IDENTITY}
-    return {
-        k: v for k, v in named.items() if v is not None and v != "" and not (isinstance(v, float) and math.isnan(v))
-    }
+    return {k: v for k, v in named.items() if v not in (None, "") and (not isinstance(v, float) or math.isfinite(v))}
 
 
 _IDENTITY = ("type", "trace_id", "span_id", "parent_span_id", "name")

@@ -6,6 +6,7 @@ Protobuf Encoding"): ids in hexadecimal, 64-bit integers as strings, enumeration
 
 from __future__ import annotations
 
+import http.client
 import urllib.error
 import urllib.parse
 import urllib.request
@@ -44,14 +45,21 @@ def send(run: Run, endpoint: str) -> int:
     """Post the run to a collector; the number of spans that it took. OtlpError where it did not take all."""
     url, count = traces_url(endpoint), 0
     for request in requests(run):
-        _post(url, msgspec.json.encode(request))
+        try:
+            _post(url, msgspec.json.encode(request))
+        except OtlpError as error:
+            raise OtlpError(f"{error}; {count:,} spans were sent before") if count else error from error
         count += sum(len(s["spans"]) for r in request["resourceSpans"] for s in r["scopeSpans"])
     return count
 
 
 def traces_url(endpoint: str) -> str:
     """`http://host:4318` with the path for traces, as OTEL_EXPORTER_OTLP_ENDPOINT is read; a path given is kept."""
-    parts = urllib.parse.urlsplit(endpoint if "//" in endpoint else f"http://{endpoint}")
+    try:
+        parts = urllib.parse.urlsplit(endpoint if "//" in endpoint else f"http://{endpoint}")
+        _ = parts.port  # raises for one that is no number
+    except ValueError as error:
+        raise OtlpError(f"'{plain(endpoint, 80)}' is no http endpoint: {plain(error, 80)}") from error
     if parts.scheme not in ("http", "https") or not parts.netloc:
         raise OtlpError(f"'{plain(endpoint, 80)}' is no http endpoint; write http://HOST:4318")
     path = parts.path if parts.path not in ("", "/") else "/v1/traces"
@@ -66,7 +74,7 @@ def _post(url: str, body: bytes) -> None:
     except urllib.error.HTTPError as error:
         detail = plain(error.read(2000).decode(errors="replace"), 160)
         raise OtlpError(f"{plain(url, 80)} refused the spans: {error.code} {detail}") from error
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, http.client.HTTPException) as error:
         raise OtlpError(f"no answer from {plain(url, 80)}: {plain(getattr(error, 'reason', error), 120)}") from error
     rejected = _rejected(said)
     if rejected:

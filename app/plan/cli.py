@@ -78,6 +78,8 @@ def plan(
         _stop(f"--ranks must be between 1 and {MOST_RANKS:,}, got {ranks:,}", Exit.USAGE)
     wanted = Wanted(per_host=per_host, inside_gbps=inside, nics=nics, network_gbps=network, step_us=step)
     host = machine(_topology(topology, run), wanted)
+    if (ranks or host.ranks) > MOST_RANKS:
+        _stop(f"--per-host {host.ranks:,}: a plan has at most {MOST_RANKS:,} ranks", Exit.USAGE)
     shape = Shape(
         ranks=ranks or host.ranks,
         wiring=wiring.value,
@@ -95,7 +97,7 @@ def plan(
 def _positive(*options: tuple[str, float | None]) -> None:
     for name, value in options:
         if value is not None and not 0 < value < 1e9:
-            _stop(f"{name} must be above zero, got {value:g}", Exit.USAGE)
+            _stop(f"{name} must be above zero and below 1e9, got {value:g}", Exit.USAGE)
 
 
 def _topology(files: list[Path] | None, run: str | None) -> Topology:

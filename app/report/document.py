@@ -74,9 +74,10 @@ class Bars:
 
 @dataclass(frozen=True)
 class Log:
-    """Lines of output, kept as lines."""
+    """Lines of output or of source, kept as lines; `language` is what Markdown highlights them as."""
 
     lines: Sequence[str]
+    language: str = "text"
 
 
 @dataclass(frozen=True)

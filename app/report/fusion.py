@@ -6,7 +6,7 @@ from costlab.app.analysis.layers import strip_index
 from costlab.app.analysis.views import FusionView, KernelView, LayerRow, MissView, RunReport
 from costlab.app.diagnosis.fusion import between
 from costlab.app.figures import MISSING, count, figure, money, ms, rate, share, size, times
-from costlab.app.report.document import Cell, Code, Document, sentence
+from costlab.app.report.document import Cell, Code, Document, Log, sentence
 from costlab.probes.records import FusionStatus
 
 STATUS: dict[FusionStatus, str] = {
@@ -17,6 +17,8 @@ STATUS: dict[FusionStatus, str] = {
 }
 LAYERS, MISSES, KERNELS = 24, 8, 20  # rows before the rest is folded
 MOST_LAYERS, MOST_ROWS = 400, 100
+SOURCES, SOURCE_LINES = 5, 120  # so that the report still fits in an issue
+LANGUAGES = {"triton": "python", "cpp": "cpp"}
 
 
 def write_fusion(doc: Document, report: RunReport) -> None:
@@ -43,6 +45,7 @@ def write_fusion(doc: Document, report: RunReport) -> None:
         doc.heading("Profile-guided fusion", 3)
         write_candidates(doc, view.tuning)
     _write_kernels(doc, view)
+    _write_sources(doc, view)
 
 
 def _write_classes(doc: Document, view: FusionView, currency: str) -> None:
@@ -113,11 +116,15 @@ def _write_misses(doc: Document, view: FusionView) -> None:
     inner.table(headers, [_miss(m) for m in rest[:MOST_ROWS]], right=(3, 4, 5), wide=2)
     _more(inner, len(rest), MOST_ROWS)
     doc.details(f"{len(rest)} more", inner)
+    told = [m for m in can[:MISSES] if m.reason]
+    reasons = Document()
+    reasons.items([[f"{m.layer or 'model'}, {between(m)}: ", Code(m.reason)] for m in told])
+    doc.details("The compiler's own reasons", reasons)
 
 
 def _miss(m: MissView) -> list[Cell]:
     pair = between(m)
-    where = m.producer_source or m.consumer_source
+    where = " → ".join(dict.fromkeys(p for p in (m.producer_source, m.consumer_source) if p))
     return [m.layer or "model", pair, m.cause_text or m.cause, count(m.count), size(m.bytes),
             ms(m.saves_ms) if m.addressable else "structural", Code(where)]  # fmt: skip
 
@@ -132,6 +139,21 @@ def _write_kernels(doc: Document, view: FusionView) -> None:
     inner.table(headers, [_kernel(layer, ks) for (_, layer, _), ks in longest], right=(3, 4, 5, 6), wide=0)
     inner.say(f"{len(groups) - KERNELS:,} more are in the JSON report." if len(groups) > KERNELS else "")
     doc.details(f"The {len(longest)} longest kernels, alike layers together", inner)
+
+
+def _write_sources(doc: Document, view: FusionView) -> None:
+    inner = Document()
+    for one in view.sources[:SOURCES]:
+        lines = [row.expandtabs(4) for row in one.source.splitlines()]
+        rest = len(lines) - SOURCE_LINES
+        cut = (
+            f"; {rest:,} more lines are in the JSON report" if rest > 0 else "; the end was not kept" if one.cut else ""
+        )
+        alike = f"; the newest of {one.variants} kernels of that name" if one.variants > 1 else ""
+        inner.say(Code(one.name), f", {one.phase}, {ms(one.ms)} a step{alike}{cut}:")
+        inner.blocks.append(Log(lines[:SOURCE_LINES], LANGUAGES.get(one.language, "text")))
+    _more(inner, len(view.sources), SOURCES)
+    doc.details(f"Generated code of the {len(view.sources[:SOURCES])} longest kernels that have one", inner)
 
 
 def _kernel(layer: str, alike: list[KernelView]) -> list[Cell]:

@@ -54,8 +54,8 @@ def _block(block: Block) -> str:
             return _table(block)
         case Bars():
             return _fence(bar_lines(block, BAR))
-        case Log(lines):
-            return _fence([plain(line) for line in lines])
+        case Log(lines, language):
+            return _fence([plain(line) for line in lines], language)
         case Details(summary, inner):
             body = "\n\n".join(_blocks(inner))
             return f"<details>\n<summary>{md(summary, CELL)}</summary>\n\n{body}\n\n</details>"
@@ -79,11 +79,11 @@ def _table(table: Table) -> str:
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
-def _fence(lines: Sequence[str]) -> str:
+def _fence(lines: Sequence[str], language: str = "text") -> str:
     """A code block whose fence is longer than any run of backticks at the start of a line in it."""
     longest = max((len(s) - len(s.lstrip("`")) for s in (line.lstrip() for line in lines)), default=0)
     fence = "`" * max(3, longest + 1)
-    return "\n".join([f"{fence}text", *lines, fence])
+    return "\n".join([f"{fence}{language}", *lines, fence])
 
 
 def bar_lines(chart: Bars, width: int, room: int | None = None) -> list[str]:

@@ -27,6 +27,7 @@ def write_collectives(doc: Document, report: RunReport) -> None:
     view = report.collectives
     if view is None or not view.rows:
         doc.say(sentence(view.note if view and view.note else "no collective was recorded"))
+        _write_schedules(doc, view)
         return
     doc.say(
         f"In the profiled steps, {ms(view.total_ms)} a step, {ms(view.exposed_ms)} of it not hidden behind compute; "
@@ -45,6 +46,7 @@ def write_collectives(doc: Document, report: RunReport) -> None:
     inner.table(headers, rows[ROWS:], right=right)
     doc.details(f"{len(view.rows) - ROWS} more", inner)
     _write_bandwidth(doc, view)
+    _write_schedules(doc, view)
     ways = list(dict.fromkeys(r.ideal_how for r in view.rows if r.ideal_how))
     ideal = (
         f"ideal: one latency and the call's bytes over the slowest link on its way: {'; '.join(ways)}" if ways else ""
@@ -55,6 +57,23 @@ def write_collectives(doc: Document, report: RunReport) -> None:
 
 def _within(view: CollectivesView) -> str:
     return "" if view.wait_doubt_ms is None else f" (±{ms(view.wait_doubt_ms)} by the ranks' clocks)"
+
+
+def _write_schedules(doc: Document, view: CollectivesView | None) -> None:
+    """The all-reduce that each message got; nothing where the library's was never in question."""
+    if view is None or not view.schedules:
+        return
+    doc.heading("All-reduce schedules", 3)
+    doc.say(sentence(view.schedules_how))
+    headers = ["message", "of", "schedule", "time", "library"]
+    rows: list[list[Cell]] = [
+        [size(s.bytes), "the step" if s.used else "a test", s.schedule, ms(s.ms), ms(s.library_ms)]
+        for s in view.schedules
+    ]
+    doc.table(headers, rows[:ROWS], right=(0, 3, 4))
+    inner = Document()
+    inner.table(headers, rows[ROWS:], right=(0, 3, 4))
+    doc.details(f"{len(rows) - ROWS} more", inner)
 
 
 def _write_bandwidth(doc: Document, view: CollectivesView) -> None:

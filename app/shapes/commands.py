@@ -29,7 +29,9 @@ class Form(StrEnum):
 
 
 def _stop(message: str, code: Exit) -> NoReturn:
-    typer.echo(f"costlab: {message}", err=True)
+    from costlab.app.text import plain
+
+    typer.echo(f"costlab: {plain(message)}", err=True)
     raise typer.Exit(int(code))
 
 
@@ -71,6 +73,7 @@ def _spec(
 ) -> ShapesSpec:
     """The job's options; a mistake ends the command."""
     from costlab.app.shapes.parse import ShapeProblem, is_sampler, parse_shapes
+    from costlab.app.text import plain
     from costlab.probes.shapes_spec import Shape, ShapesSpec
     from costlab.probes.spec import RunSpec, SpecError, validate
 
@@ -81,6 +84,8 @@ def _spec(
     try:
         validate(RunSpec(workload=workload))
         found = () if is_sampler(shapes) else parse_shapes(shapes)
+        if not found and not Path(file := shapes.rpartition(":")[0]).expanduser().is_file():
+            raise ShapeProblem(f"no such file: {plain(file)}; give your sampler as path/to/file.py:function")
     except (SpecError, ShapeProblem) as error:
         _stop(str(error), Exit.USAGE)
     return ShapesSpec(
@@ -136,13 +141,14 @@ def _keep(result: ShapesResult) -> None:
     import msgspec
 
     from costlab.app.store import home
+    from costlab.probes.tables import write_bytes
 
     stamp = "".join(c for c in result.date[:19] if c.isdigit())
     name = "".join(c if c.isalnum() else "-" for c in Path(result.spec.workload).name)[:40]
     path = home() / "shapes" / f"{stamp}-{name}.json"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(msgspec.json.format(msgspec.json.encode(result), indent=1))
+        write_bytes(path, msgspec.json.format(msgspec.json.encode(result), indent=1))
     except OSError as error:
         typer.echo(f"costlab: the result could not be kept ({error.strerror})", err=True)
         return

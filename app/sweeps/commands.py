@@ -35,7 +35,9 @@ def sweep_group() -> None:
 
 def stop(message: str, code: Exit) -> NoReturn:
     """One clear line on stderr, then the documented exit code."""
-    typer.echo(f"costlab: {message}", err=True)
+    from costlab.app.text import plain
+
+    typer.echo(f"costlab: {plain(message)}", err=True)
     raise typer.Exit(int(code))
 
 
@@ -93,9 +95,9 @@ def _bucket_spec(
 
     unit = {"K": 10**3, "M": 10**6, "B": 10**9}.get(gradients[-1:].upper(), 1)
     digits = gradients[:-1] if unit > 1 else gradients
-    elements = int(digits) * unit if digits.isascii() and digits.isdigit() else 0
+    elements = int(digits) * unit if digits.isascii() and digits.isdigit() and len(digits) <= 12 else 0
     if not 1000 <= elements <= 10**11:
-        stop(f"--gradients '{gradients}': give a number from 1K to 100B, as 16M", Exit.USAGE)
+        stop(f"--gradients '{gradients[:40]}': give a number from 1K to 100B, as 16M", Exit.USAGE)
     sizes = [_mib(text) for text in bucket or []]
     unknown = [d for d in dtype or [] if d not in DTYPES]
     if unknown:

@@ -10,7 +10,17 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from costlab.app.exit_codes import Exit
-from costlab.app.whatif.cli import FORMS, Commands, Force, MakeSpec, Output, finish, stop, terminal_width
+from costlab.app.whatif.cli import (
+    FORMS,
+    Commands,
+    Force,
+    MakeSpec,
+    Output,
+    check_writable,
+    finish,
+    stop,
+    terminal_width,
+)
 
 if TYPE_CHECKING:
     from costlab.probes.records import AnyEvent
@@ -46,6 +56,7 @@ def register(sweep: typer.Typer, run_command: Callable[..., None], make_spec: Ma
             stop(f"--format: choose from {', '.join(FORMS)}", Exit.USAGE)
         if not 1 <= rounds <= 20:
             stop(f"--rounds must be 1 to 20, got {rounds}", Exit.USAGE)
+        check_writable(output, force)
         try:
             spec = commands.spec_of(context)
             work = Sweep(spec, policy or default_policies(spec), rounds)

@@ -245,6 +245,22 @@ def finish(text: str, output: Path | None, force: bool, code: Exit) -> typing.No
     raise typer.Exit(int(code))
 
 
+def check_writable(output: Path | None, force: bool) -> None:
+    """Stop before the work, not after it, where `write` could not write."""
+    if output is None:
+        return
+    try:
+        folder = output.absolute().parent
+        if output.is_dir() or not folder.is_dir():
+            stop(f"cannot write {output}: {'it is a folder' if output.is_dir() else 'no such folder'}", Exit.USAGE)
+        if output.exists() and not force:
+            stop(f"{output} exists; add --force to overwrite it", Exit.USAGE)
+    except OSError as error:
+        stop(f"cannot write {output}: {error.strerror}", Exit.USAGE)
+    if not os.access(output if output.exists() else folder, os.W_OK):
+        stop(f"cannot write {output}: permission denied", Exit.USAGE)
+
+
 def write(text: str, path: Path, *, force: bool) -> None:
     """Write a file; an existing one is kept unless `force`."""
     try:

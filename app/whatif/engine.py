@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 
 from costlab.app.store import StoreError
+from costlab.app.text import plain
 from costlab.app.whatif import events, stats
 from costlab.app.whatif.legs import LauncherFactory, Launching, leg_directory, leg_spec, read_leg
 from costlab.app.whatif.outcome import Evidence, conclude
@@ -32,18 +33,24 @@ MOST_REPEATED = 2  # disturbed rounds that are measured again
 
 
 @contextmanager
-def warm(launcher: LauncherFactory, spec: WhatIfSpec) -> Iterator[LauncherFactory]:
-    """The launcher for all legs: of forks where that is possible on this host, unless COSTLAB_NO_FORK is set."""
+def warm(
+    launcher: LauncherFactory, spec: WhatIfSpec, note: Callable[[str], None] = lambda _: None
+) -> Iterator[LauncherFactory]:
+    """The launcher for all legs: of forks where that is possible on this host, unless COSTLAB_NO_FORK is set.
+
+    `note` is told, in a sentence, if legs cannot be forked, now or later.
+    """
     if launcher is not Launcher or spec.baseline.nnodes > 1 or os.environ.get(NO_FORK, "0") not in ("", "0"):
         yield launcher
         return
     try:
         template = Template()
-    except TemplateError:
+    except TemplateError as error:
+        note(f"no leg could be forked ({plain(error, 160)}): all were started by torchrun")
         yield launcher
         return
     with template:
-        yield partial(WarmLauncher, template)
+        yield partial(WarmLauncher, template, note=note)
 
 
 class WhatIf:
@@ -77,7 +84,7 @@ class WhatIf:
     def run(self, told: Told) -> WhatIfResult:
         """All rounds; the result is stored in the directory after each, and the predictions are recorded at the end."""
         self._began = time.monotonic()
-        with warm(self.launcher, self.spec) as self.launcher:
+        with warm(self.launcher, self.spec, self._evidence.notes.append) as self.launcher:
             status = self._rounds(told)
         result = self._conclude(status, self._complete())
         record_predictions(result)

@@ -191,14 +191,18 @@ def look_level(most: int) -> float:
 
 
 def undisturbed(rounds: Rounds) -> list[Mapping[str, float]]:
-    """The rounds without those in which a leg was disturbed; all of them where there are fewer than three."""
-    arms = sorted(set.intersection(*(set(r) for r in rounds))) if rounds else []
-    if len(rounds) < 3 or len(arms) < 3:
+    """The rounds without those in which a leg was disturbed; all of them where there are fewer than three.
+
+    A round that ended halfway takes no part in any estimate: it is kept, and the others are judged without it.
+    """
+    whole = complete_rounds(rounds, [])
+    arms = sorted(set.intersection(*(set(r) for r in whole))) if whole else []
+    if len(whole) < 3 or len(arms) < 3:
         return list(rounds)
-    residuals = _polished([[r[arm] for arm in arms] for r in rounds])
+    residuals = _polished([[r[arm] for arm in arms] for r in whole])
     limit = max(DISTURBED * _robust_spread(residuals), EQUIVALENT)
-    kept = [r for r, row in zip(rounds, residuals, strict=True) if max(map(abs, row)) <= limit]
-    return kept if 3 * len(kept) >= 2 * len(rounds) else list(rounds)
+    out = {id(r) for r, row in zip(whole, residuals, strict=True) if max(map(abs, row)) > limit}
+    return [r for r in rounds if id(r) not in out] if 3 * len(out) <= len(whole) else list(rounds)
 
 
 def _robust_spread(residuals: list[list[float]]) -> float:

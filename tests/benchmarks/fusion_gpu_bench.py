@@ -145,7 +145,7 @@ class Report:
 
     def write(self) -> None:
         """The file as it is now."""
-        content = {"environment": self.environment, "results": self.results, "problems": self.problems}
+        content = {"environment": {**self.environment, "problems": self.problems}, "results": self.results}
         self.out.parent.mkdir(parents=True, exist_ok=True)
         self.out.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 

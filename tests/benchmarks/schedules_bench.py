@@ -3,15 +3,17 @@
     python tests/benchmarks/schedules_bench.py [--ranks 2] [--quick] [--out FILE.json] [--limit 110]
 
 Every available plan is timed first; from those curves the planner chooses; choice and library are then timed again in
-turn, so that picking the fastest of noisy samples does not flatter the choice. Also: a DDP step with the hook and its
-gradients against stock, CUDA graphs, and a peer that does not come. NVLink multicast stays off for both sides. Without
-GPUs it runs on gloo at small sizes, to test the script. The file is written after every section; a section that fails
-or hangs is named in it, and the sections after it are run by new processes.
+turn, so that picking the fastest of noisy samples does not flatter the choice. On a GPU calls follow each other between
+two events, 3 ms of them or two, so that no figure holds the host's time to issue the first one. Also: a DDP step with
+the hook and its gradients against stock, CUDA graphs, and a peer that does not come. NVLink multicast stays off for both
+sides. Without GPUs it runs on gloo at small sizes, to test the script. The file is written after every section; a
+section that fails or hangs is named in it, and the sections after it are run by new processes.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import platform
@@ -48,6 +50,7 @@ GPU_SIZES = [256 << 10, MIB, 4 * MIB, 16 * MIB, 64 * MIB, 256 * MIB, 1024 * MIB]
 CPU_SIZES = [64 << 10, MIB, 4 * MIB]
 NAMED = {MIB: "allreduce_vs_nccl_1mb", 64 * MIB: "allreduce_vs_nccl_64mb"}
 NOMINAL = Link(3.4e-6, 370e9)  # only names the fabric: every choice is made from measured curves
+SAMPLE = 960 * MIB  # bytes reduced in one sample; 3 ms at the bandwidth of NVLink
 STUCK = 5.0  # seconds before a missing peer counts as a time-out
 Rows = list[dict[str, Any]]
 
@@ -112,8 +115,8 @@ class Bench:
                 raise AssertionError(f"{plan} gave a wrong sum at {size_text(nbytes)}")
 
     def seconds(self, call: Callable[[], object], nbytes: int) -> float:
-        """Median over samples of the slowest rank's time a call, several calls in a row where they are short."""
-        inner = 20 if nbytes <= 16 * MIB and self.cuda else 1
+        """Median over samples of the slowest rank's time a call, several calls in a row on a GPU."""
+        inner = self.inner(nbytes)
         rows = []
         for _ in range(self.samples + 2):
             self.meet()
@@ -121,6 +124,10 @@ class Bench:
         mine = torch.tensor(rows[2:], dtype=torch.float64, device=self.device)
         dist.all_reduce(mine, dist.ReduceOp.MAX)
         return statistics.median(mine.tolist())
+
+    def inner(self, nbytes: int) -> int:
+        """Calls in a row of one sample."""
+        return max(2, min(20, SAMPLE // nbytes)) if self.cuda else 1
 
     def meet(self) -> None:
         """All ranks, with their devices idle."""
@@ -155,9 +162,8 @@ class Bench:
                 rows.setdefault(plan, []).append((nbytes, took))
         return rows
 
-    def duel(self, ours: Callable[[], object], theirs: Callable[[], object], nbytes: int) -> tuple[float, float]:
+    def duel(self, ours: Callable[[], object], theirs: Callable[[], object], inner: int) -> tuple[float, float]:
         """Two calls in turn, starting with the other one each time: median seconds of each, of the slowest rank."""
-        inner = 20 if nbytes <= 16 * MIB and self.cuda else 1
         taken: list[list[float]] = [[], []]
         for number in range(3 * self.samples + 2):
             for which in (0, 1) if number % 2 else (1, 0):
@@ -170,7 +176,8 @@ class Bench:
     def versus(self, plan: Plan, nbytes: int) -> tuple[float, float]:
         """Seconds of the plan and of the library's call."""
         tensor = torch.zeros_like(self.tensor(nbytes))
-        return self.duel(lambda: self.comm.all_reduce(tensor, plan), lambda: dist.all_reduce(tensor), nbytes)
+        inner = self.inner(nbytes)
+        return self.duel(lambda: self.comm.all_reduce(tensor, plan), lambda: dist.all_reduce(tensor), inner)
 
     def graphs(self, plan: Plan, nbytes: int) -> tuple[float, float]:
         """Replays of a captured all-reduce, the plan's and the library's; the plan's result is checked."""
@@ -189,7 +196,7 @@ class Bench:
             raise AssertionError(f"{plan} gave a wrong sum in a CUDA graph")
         mine.zero_()
         theirs.zero_()
-        return self.duel(replays[0].replay, replays[1].replay, nbytes)
+        return self.duel(replays[0].replay, replays[1].replay, self.inner(nbytes))
 
     def captured(self, call: Callable[[], object]) -> torch.cuda.CUDAGraph:
         side = torch.cuda.Stream()
@@ -215,7 +222,8 @@ class Bench:
         from torch.nn.parallel import DistributedDataParallel
 
         models = [DistributedDataParallel(self.model()) for _ in range(2)]
-        models[1].register_comm_hook(None, ddp_hook(self.comm, lambda nbytes: planner.choose(nbytes).plan))
+        # one choice for each size, as a run makes it: choosing takes longer than a small all-reduce
+        models[1].register_comm_hook(None, ddp_hook(self.comm, functools.cache(lambda n: planner.choose(n).plan)))
         width = next(models[0].parameters()).shape[1]
         generator = torch.Generator(device=self.device).manual_seed(50 + self.rank)
         data = torch.randn(512 if self.cuda else 16, width, device=self.device, generator=generator)
@@ -228,7 +236,7 @@ class Bench:
             step(model)
             step(model)
         differ, same = self.gradients(models[1], models[0])
-        planned, stock = self.duel(lambda: step(models[1]), lambda: step(models[0]), 64 * MIB)
+        planned, stock = self.duel(lambda: step(models[1]), lambda: step(models[0]), 4 if self.cuda else 1)
         return {"stock": stock, "planned": planned, "difference": differ, "same_bits": same}
 
     def gradients(self, ours: nn.Module, stock: nn.Module) -> tuple[float, bool]:

@@ -105,6 +105,27 @@ def test_every_layer_has_a_status_and_blocks_are_measured(report: Mapping[str, A
     assert fusion["quality"]["value"] > 0.9
 
 
+def test_generated_code_of_every_fused_kernel_is_kept_once(report: Mapping[str, Any], smoke: Path) -> None:
+    """Rank 0 alone writes it; names are the profiler's, so that time and code meet."""
+    from costlab.app.analysis.sources import kernel_source
+    from costlab.app.store import Run
+
+    assert [p.parent.name for p in smoke.glob("rank-*/kernel_sources.parquet")] == ["rank-00000"]
+    run = Run(smoke)
+    fused = {(k["name"], k["phase"]) for k in report["fusion"]["kernels"] if "_fused_" in k["name"]}
+    assert len(fused) > 3
+    for name, phase in fused:
+        view = kernel_source(run, name, phase)
+        assert view is not None, name
+        assert view.language == "cpp" and not view.cut
+        assert "kernel(" in view.source
+        assert str(Path.home()) not in view.source
+    times = [one["ms"] for one in report["fusion"]["sources"]]
+    assert {one["name"] for one in report["fusion"]["sources"]} <= {name for name, _ in fused}
+    assert times == sorted(times, reverse=True) and times[0] > 0
+    assert kernel_source(run, "aten::mm", "forward") is None
+
+
 def test_compile_knows_cold_from_warm(report: Mapping[str, Any]) -> None:
     compiled = report["compile"]
     assert compiled["cold_s"]["value"] > compiled["warm_s"]["value"] > 0

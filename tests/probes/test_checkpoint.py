@@ -479,6 +479,23 @@ def test_large_tensors_are_judged_in_pieces_by_the_same_blocks(
     assert not within_bound(values, back, coded.choice, coded.bound)
 
 
+@pytest.mark.parametrize("codec", [Codec.RAW, Codec.ZSTD])
+def test_a_lossless_codec_allows_no_rounding(codec: Codec) -> None:
+    values = torch.linspace(1, 2, 256).view(16, 16)
+    assert within_bound(values, values.clone(), Choice(codec), 0.0)
+    assert not within_bound(values, torch.nextafter(values, torch.tensor(9.0)), Choice(codec), 0.0)
+
+
+@given(data=st.data())
+@settings(max_examples=60, deadline=None)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_second_moments_of_any_size_are_within_their_bound(dtype: torch.dtype, data: st.DataObject) -> None:
+    exponents = data.draw(st.lists(st.floats(-150, 15), min_size=1, max_size=60))
+    values = torch.tensor(exponents, dtype=torch.float64).exp2().to(dtype)
+    coded = encode(values, Choice(Codec.LOG8))
+    assert within_bound(values, decode(coded), coded.choice, coded.bound)
+
+
 def test_what_is_not_finite_must_come_back_as_it_was() -> None:
     values = torch.ones(16, 16)
     values[0, 0] = float("inf")

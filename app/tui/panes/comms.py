@@ -11,7 +11,7 @@ from textual.binding import Binding, BindingType
 
 from costlab.app import figures as fmt
 from costlab.app.analysis.views import CollectivesView, CollectiveView, Figure, RunReport
-from costlab.app.tui.cells import Line, line, stacked
+from costlab.app.tui.cells import Line, Tone, line, stacked
 from costlab.app.tui.panes.base import Pane, computed, lacking
 from costlab.app.tui.widgets.lines import Lines
 from costlab.app.tui.widgets.plot import BandwidthPlot, Points
@@ -20,6 +20,7 @@ from costlab.app.tui.widgets.table import Column, Table, col
 
 TRANSFER = "█"
 WAIT = "▒"
+SCHEDULES = 4  # sizes; the report holds them all
 MIN_SIZES = 3  # with fewer sizes a chart says less than the table
 MARKERS = ("●", "▲", "■", "◆", "x", "+")
 CURVES = ("·", ":", "~", "=")
@@ -104,12 +105,17 @@ algorithm must move, so that it compares with the link; the convention of this r
 calibrated graph (`costlab topo --calibrate`); **of it** = ideal / transfer. A faint wait is within what the clocks of
 the ranks are uncertain by. Curves in the plot: `costlab bench collectives` on this machine, and the calibrated link.
 
+A run with `--schedule` says below the table which **all-reduce** schedule each message got, its time and that of the
+library's **own**, both measured before the first step.
+
 `s` sorts, `p` shows the plot where there is little room.
 """
     SCOPED_CSS = False  # the rules look at the screen's size classes
     DEFAULT_CSS = """
     CommsPane #pane-body { overflow: hidden; }
     CommsPane #collectives { height: auto; max-height: 55%; min-height: 4; }
+    CommsPane #schedules { margin: 1 0 0 1; height: auto; max-height: 4; display: none; }
+    CommsPane.-planned #schedules { display: block; }
     CommsPane #convention { margin: 1 0 0 1; height: auto; max-height: 5; }
     CommsPane #plot { height: 1fr; max-height: 24; min-height: 10; margin-top: 1; display: none; }
     CommsPane.-plot #plot { display: block; }
@@ -128,13 +134,14 @@ the ranks are uncertain by. Curves in the plot: `costlab bench collectives` on t
         """Figures, table, convention, plot."""
         yield FigureStrip(id="headline")
         yield Table[CollectiveView](columns(1.0), id="collectives")
+        yield Lines(id="schedules", classes="wrap")
         yield Lines(id="convention", classes="wrap")
         yield BandwidthPlot(id="plot")
 
     def lacks(self, report: RunReport) -> Sequence[Line]:
         """No collectives: one rank, or none recorded."""
         view = report.collectives
-        if view is not None and view.rows:
+        if view is not None and (view.rows or view.schedules):
             return ()
         why = view.note if view and view.note else "The run recorded no collectives."
         return lacking(why, line(("n", "accent"), "  record one with two ranks or more"))
@@ -148,6 +155,8 @@ the ranks are uncertain by. Curves in the plot: `costlab bench collectives` on t
         longest = max((r.ms for r in view.rows), default=1.0) or 1.0
         table.set_columns(columns(longest, any(r.ideal_ms is not None for r in view.rows)))
         self._show_rows()
+        self.query_one("#schedules", Lines).show(schedules(view))
+        self.set_class(bool(view.schedules), "-planned")
         self.query_one("#convention", Lines).show(notes(view))
         points = bandwidth_points(view)
         self.set_class(len({x for p in points for x in p.x}) >= MIN_SIZES, "-plot")
@@ -240,8 +249,23 @@ def notes(view: CollectivesView) -> list[Line]:
     ways = list(dict.fromkeys(r.ideal_how for r in view.rows if r.ideal_how))
     ideal = f"ideal: {ways[0]}{f' (and {len(ways) - 1} other ways)' if len(ways) > 1 else ''}" if ways else ""
     muted = [view.clock, ideal, view.convention, view.note]
-    texts = [("", view.straggler), ("", PROFILED), *(("muted", text) for text in muted)]
+    profiled = PROFILED if view.rows else ""
+    texts = [("", view.straggler), ("", profiled), *(("muted", text) for text in muted)]
     return [line((text, tone)) for tone, text in texts if text]  # type: ignore[arg-type]
+
+
+def schedules(view: CollectivesView) -> list[Line]:
+    """The all-reduce schedule of each message of the step, else of each measured size."""
+    used = [s for s in view.schedules if s.used] or view.schedules
+    if not used:
+        return []
+    spans: list[tuple[str, Tone]] = [("all-reduce  ", "strong")]
+    for place, row in enumerate(used[:SCHEDULES]):
+        beside = f", own {fmt.ms(row.library_ms)}" if row.library_ms is not None and row.ms != row.library_ms else ""
+        spans += [("; " if place else "", "muted"), (f"{fmt.size(row.bytes)}: ", "muted"), (row.schedule, "accent")]
+        spans.append((f" {fmt.ms(row.ms)}{beside}", "muted"))
+    more = f"; {len(used) - SCHEDULES} more sizes" if len(used) > SCHEDULES else ""
+    return [line(*spans, (more, "muted")), line((view.schedules_how, "muted"))]
 
 
 def bandwidth_points(view: CollectivesView) -> list[Points]:

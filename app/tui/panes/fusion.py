@@ -4,20 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import ClassVar
 
-from textual import on
+from textual import on, work
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Vertical
+from textual.message import Message
 from textual.timer import Timer
 from textual.widgets import Input
+from textual.worker import Worker, WorkerState, get_current_worker
 
 from costlab.app import figures as fmt
-from costlab.app.analysis.views import Figure, FusionView, RunReport
-from costlab.app.tui.cells import Line, Tone, bar, crop_start, line, status, status_tone
+from costlab.app.analysis.views import Figure, FusionView, KernelView, PatternView, RunReport, Source
+from costlab.app.store import StoreError
+from costlab.app.tui.cells import Line, Tone, bar, crop_start, line, status, status_tone, text_of
+from costlab.app.tui.dialogs.base import Message as Reading
+from costlab.app.tui.messages import WorkFailed, unexpected
 from costlab.app.tui.panes.base import Pane, computed, lacking
-from costlab.app.tui.panes.fusion_detail import LayerDetail
+from costlab.app.tui.panes.fusion_code import CodePanel, Generated, KernelKey, keys_of, read_code
+from costlab.app.tui.panes.fusion_detail import LayerDetail, miss_lines
+from costlab.app.tui.panes.fusion_patterns import COST_HOW, PatternPanel
 from costlab.app.tui.panes.fusion_rows import (
     SORTS,
     STATUSES,
@@ -42,6 +50,11 @@ HEADLINE = 4  # lines above the tree
 ARROWS = {"open": "▾ ", "closed": "▸ ", "leaf": "  "}
 LOST_HOW = "addressable bytes beyond the ideal traffic, per step, as Inductor scheduled them"
 SAVES_HOW = "addressable lost bytes at the copy bandwidth measured in this run"
+GAP_HOW = "bytes that must go for the rate to reach the class's target, at the copy bandwidth measured in this run"
+MODES = ("-tune", "-code", "-patterns")  # what takes the place of tree and detail
+OF_TREE = {
+    "search", "filter_status", "filter_cause", "filter_addressable", "sort", "group", "clear", "unfold", "fold", "turn",
+}  # fmt: skip
 
 
 def cause_words(cause: str) -> str:
@@ -89,6 +102,17 @@ COLUMNS: list[Column[FusionLine]] = [
 ]
 
 
+def class_columns(currency: str) -> list[Column[FusionLine]]:
+    """Of layer classes: the gap to the target in time and money in place of the cause and the bytes."""
+    kept = [c for c in COLUMNS if c.key not in ("cause", "bytes")]
+
+    def money(row: FusionLine) -> Line:
+        return _muted_if_none(fmt.MISSING if row.gap_run_money is None else fmt.money(row.gap_run_money, currency))
+
+    gap: Column[FusionLine] = col("gap", "gap", lambda r: _time(r.gap_ms), 8, "right")
+    return [*kept, gap, col("money", "gap, run", money, 9, "right")]
+
+
 class FusionPane(Pane):
     """The fusion tree and the layer under the cursor."""
 
@@ -102,7 +126,13 @@ target. **Status**: `● C` complete, `◐ P` partial, `○ B` broken, `? U` unk
 copy bandwidth measured in this run. Structural losses (a matrix product or a collective lies between) are not counted.
 
 `→` `←` open and close layers, `enter` shows the layer's missed fusions and kernels, `f` `c` `a` filter, `/` searches,
-`s` or a click on a heading sorts, `g` groups by layer class, `x` clears all filters.
+`s` or a click on a heading sorts, `x` clears all filters. `g` groups by layer class: **gap** is what reaching the
+class's target would save a step, and in money over the whole run; `enter` shows the layers of a class.
+
+`v` shows the code that Inductor generated for the kernel under the cursor, or for the slowest of the layer; `[` `]` go
+to the layer's other kernels. In the detail, `enter` shows a missed fusion in full, or a kernel's code. `d` lists the
+anti-patterns found in the model: source line, layer, cost a step and how it is known, and what mends them; `enter` goes
+to the layer.
 
 `p` shows the candidates of `costlab tune`: what each rewrite was predicted to save and what was measured, kept or
 dropped and why. Under *by*, `r` is the roofline policy and `s` the rule on L2 misses and latencies. `b` sets the layers
@@ -118,27 +148,35 @@ before and after the rewrites side by side.
     FusionPane #search { display: none; background: $cursor-line; }
     FusionPane #search.-on { display: block; }
     FusionPane LayerDetail { height: 1fr; border-top: hkey $faint; }
-    FusionPane.-tune TunePanel { display: block; }
-    FusionPane.-tune #tree { display: none; }
-    FusionPane.-tune LayerDetail { display: none; }
+    FusionPane.-tune TunePanel, FusionPane.-code CodePanel, FusionPane.-patterns PatternPanel { display: block; }
+    FusionPane.-tune #tree, FusionPane.-code #tree, FusionPane.-patterns #tree { display: none; }
+    FusionPane.-code #headline { display: none; }
     .-short FusionPane LayerDetail { display: none; }
     .-short FusionPane.-detail LayerDetail { display: block; height: 1fr; border-top: none; }
     .-short FusionPane.-detail #tree { display: none; }
     .-short FusionPane.-detail #headline { display: none; }
+    .-short FusionPane.-patterns #headline { display: none; }
+    FusionPane.-tune LayerDetail, FusionPane.-code LayerDetail, FusionPane.-patterns LayerDetail { display: none; }
+    .-short FusionPane.-tune LayerDetail, .-short FusionPane.-code LayerDetail { display: none; }
+    .-short FusionPane.-patterns LayerDetail { display: none; }
     """
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("slash", "search", "Search", key_display="/", id="fusion.search"),
+        Binding("slash", "search", "Find", key_display="/", id="fusion.search"),
         Binding("f", "filter_status", "Status", id="fusion.status"),
         Binding("c", "filter_cause", "Cause", id="fusion.cause"),
         Binding("a", "filter_addressable", "Addressable only", show=False, id="fusion.addressable"),
         Binding("s", "sort", "Sort", id="fusion.sort"),
-        Binding("g", "group", "By class", id="fusion.group"),
+        Binding("g", "group", "Class", id="fusion.group"),
         Binding("x", "clear", "Clear filters", show=False, id="fusion.clear"),
+        Binding("v", "code", "Code", id="fusion.code"),
+        Binding("d", "patterns", "Patterns", id="fusion.patterns"),
         Binding("p", "candidates", "Plan", id="fusion.candidates"),
         Binding("b", "before_after", "Before and after the rewrites", show=False, id="fusion.before"),
         Binding("right", "unfold", "Open the layer", show=False, id="fusion.open"),
         Binding("left", "fold", "Close the layer", show=False, id="fusion.close"),
         Binding("space", "turn", "Open or close the layer", show=False, id="fusion.toggle"),
+        Binding("left_square_bracket", "turn_code(-1)", "Previous", id="fusion.code-previous"),
+        Binding("right_square_bracket", "turn_code(1)", "Next kernel", id="fusion.code-next"),
         Binding("escape", "back", "Back", show=False, id="fusion.back"),
     ]
 
@@ -146,6 +184,15 @@ before and after the rewrites side by side.
     wanted: Filter = Filter()
     grouped: bool = False
     _rest: Timer | None = None
+
+    class CodeRead(Message):
+        """The sources of a layer's kernels were read."""
+
+        def __init__(self, report: RunReport, found: Sequence[Generated], wanted: KernelKey | None) -> None:
+            self.report = report
+            self.found = found
+            self.wanted = wanted
+            super().__init__()
 
     def body(self) -> ComposeResult:
         """Figures, tree, detail."""
@@ -156,6 +203,8 @@ before and after the rewrites side by side.
             yield Input(id="search", compact=True, placeholder="part of a layer, class or cause")
         yield LayerDetail(id="detail")
         yield TunePanel(id="tuning")
+        yield CodePanel(id="generated")
+        yield PatternPanel(id="antipatterns")
 
     def lacks(self, report: RunReport) -> Sequence[Line]:
         """No fusion section, or one without layers."""
@@ -177,7 +226,9 @@ before and after the rewrites side by side.
         self.layer_tree = FusionTree.of(view)
         self.wanted, self.grouped = Filter(), False
         self.query_one("#headline", FigureStrip).show(headline(view))
+        self._take_over("")
         self.query_one("#tuning", TunePanel).show(view.tuning)
+        self.query_one("#antipatterns", PatternPanel).show(view.patterns)
         self.query_one("#detail", LayerDetail).index = LayerIndex(view)
         self.refill(top=True)
 
@@ -186,6 +237,7 @@ before and after the rewrites side by side.
         lines = class_lines(self.view.classes) if self.grouped else self.layer_tree.lines(self.wanted)
         at = next((i for i, row in enumerate(lines) if row.path == keep), None) if keep is not None else None
         table = self.query_one("#layers", Table)
+        table.set_columns(class_columns(self._currency) if self.grouped else COLUMNS)
         table.set_rows(lines, cursor=0 if top else at)
         table.mark_sorted(None if self.wanted.sort == "tree" else self.wanted.sort, self.wanted.sort != "rate")
         self._show_filter(len(lines))
@@ -203,8 +255,13 @@ before and after the rewrites side by side.
         """Share the height again."""
         self._share_height(len(self.query_one("#layers", Table).rows))
 
+    @property
+    def _currency(self) -> str:
+        return self.report.cost.currency if self.report and self.report.cost else "USD"
+
     def reveal(self, layer: str) -> None:
         """Open the tree down to `layer` and put the cursor on the closest line."""
+        self._take_over("")
         around = [row.path for row in self.view.layers if row.path and within(layer, row.path)]
         self.layer_tree.opened |= {"", *around}
         self.wanted, self.grouped = Filter(), False
@@ -231,15 +288,39 @@ before and after the rewrites side by side.
         self._rest = self.set_timer(REST_S, self._show_detail)
 
     @on(Table.Chosen, "#layers")
-    def _chosen(self) -> None:
+    def _chosen(self, event: Table.Chosen) -> None:
+        if self.grouped:
+            self.change(Filter(layer_class=event.row.layer_class))
+            return
         self._show_detail()
         self.add_class("-detail")
         self.call_after_refresh(self.query_one("#detail", LayerDetail).take_focus)
+
+    @on(Table.Chosen, "#misses")
+    def _miss_chosen(self, event: Table.Chosen) -> None:
+        """A missed fusion in full: the scheduler's reason can be long."""
+        lines = miss_lines(event.row)
+        self.app.push_screen(Reading("missed fusion", lines, copy="\n".join(text_of(row) for row in lines)))
+
+    @on(Table.Chosen, "#kernels")
+    def _kernel_chosen(self) -> None:
+        self.action_code()
 
     @on(Table.HeadingClicked, "#layers")
     def _heading(self, event: Table.HeadingClicked) -> None:
         sort: Sort = event.key if event.key in SORTS else "tree"
         self.change(replace(self.wanted, sort=sort if sort != self.wanted.sort else "tree"))
+
+    @property
+    def covered(self) -> bool:
+        """Whether something takes the place of the tree."""
+        return any(self.has_class(mode) for mode in MODES)
+
+    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:  # noqa: ARG002
+        """Keys of the tree rest while it is covered; those of the code work on code alone."""
+        if action == "turn_code":
+            return self.has_class("-code")
+        return not (action in OF_TREE and self.covered)
 
     def change(self, wanted: Filter) -> None:
         """Apply a filter, leaving the grouping."""
@@ -247,10 +328,14 @@ before and after the rewrites side by side.
         self.refill(top=True)
 
     def action_back(self) -> None:
-        """From the tuning or the detail to the tree, from a filter to all."""
-        if self.has_class("-tune"):
-            self.remove_class("-tune")
-            self.take_focus()
+        """From what covers the tree to where it was opened, from the detail to the tree, from a filter to all."""
+        if self.covered:
+            self._take_over("")
+            detail = self.query_one("#detail", LayerDetail)
+            if self.has_class("-detail"):
+                self.call_after_refresh(detail.take_focus)
+            else:
+                self.take_focus()
         elif self.has_class("-detail"):
             self.remove_class("-detail")
             self.take_focus()
@@ -294,9 +379,77 @@ before and after the rewrites side by side.
         if self.has_class("-tune") and panel.has_class("-layers") == layers:
             self.action_back()
             return
-        self.add_class("-tune")
+        self._take_over("-tune")
         panel.show_layers(self.view.tuning, layers)
         self.call_after_refresh(panel.take_focus)
+
+    def _take_over(self, mode: str) -> None:
+        """Put a panel in the place of tree and detail; "" gives it back to them."""
+        self.remove_class(*MODES)
+        if mode:
+            self.add_class(mode)
+        self.refresh_bindings()
+
+    def action_patterns(self) -> None:
+        """The anti-patterns of the model, and back."""
+        if self.has_class("-patterns"):
+            self.action_back()
+            return
+        self._take_over("-patterns")
+        self.call_after_refresh(self.query_one("#antipatterns", PatternPanel).take_focus)
+
+    @on(Table.Chosen, "#patterns")
+    def _pattern_chosen(self, event: Table.Chosen) -> None:
+        """Go to the layer of an anti-pattern."""
+        self.reveal(event.row.layer)
+        self.take_focus()
+
+    def action_code(self) -> None:
+        """The generated code of the kernel under the cursor, else of the layer's slowest, and back."""
+        row, loaded = self.query_one("#layers", Table).row, self.session.loaded
+        index = self.query_one("#detail", LayerDetail).index
+        if self.has_class("-code"):
+            self.action_back()
+        elif self.grouped:
+            self.notify("Choose a layer first: enter shows those of the class", timeout=4)
+        elif isinstance(row, FusionLine) and loaded is not None and index is not None and self.report is not None:
+            kernels, focused = index.of(row.path)[1], self.screen.focused
+            pointed = focused.row if isinstance(focused, Table) and isinstance(focused.row, KernelView) else None
+            self._take_over("-code")
+            self.query_one("#generated", CodePanel).wait(row.path or row.label)
+            wanted = next(iter(keys_of([pointed])), None) if pointed else None
+            self._read_code(self.report, loaded.path, keys_of(kernels), wanted)
+
+    @work(thread=True, exclusive=True, exit_on_error=False, group="code", description="read the generated code")
+    def _read_code(self, report: RunReport, path: Path, kernels: Sequence[KernelKey], wanted: KernelKey | None) -> None:
+        worker = get_current_worker()
+        try:
+            message: Message = self.CodeRead(report, read_code(path, kernels, wanted), wanted)
+        except (StoreError, OSError) as error:
+            message = WorkFailed("cannot read the generated code", str(error))
+        if not worker.is_cancelled:
+            self.post_message(message)
+
+    def on_fusion_pane_code_read(self, message: FusionPane.CodeRead) -> None:
+        """Show the code, unless another run was opened or the panel left meanwhile."""
+        if message.report is self.report and self.has_class("-code"):
+            self.query_one("#generated", CodePanel).show(message.found, message.wanted)
+
+    def on_worker_state_changed(self, event: Worker.StateChanged) -> None:
+        """A defect in the reading is told like any worker's."""
+        error = event.worker.error
+        if event.state is WorkerState.ERROR and error is not None:
+            self.post_message(unexpected(event.worker.description, error))
+
+    def action_turn_code(self, step: int) -> None:
+        """The code of the layer's next kernel."""
+        self.query_one("#generated", CodePanel).turn(step)
+
+    def markdown(self) -> str:
+        """What is shown; the code as a fenced block."""
+        text = super().markdown()
+        code = self.query_one("#generated", CodePanel).markdown() if self.has_class("-code") else ""
+        return f"{text}\n{code}\n" if code else text
 
     def action_clear(self) -> None:
         """No filter."""
@@ -355,8 +508,16 @@ before and after the rewrites side by side.
         table = self.screen.focused
         if isinstance(table, Table) and isinstance(table.row, FusionLine):
             row = table.row
+            if self.grouped:
+                return computed(f"gap: {row.label}", row.gap_ms, "ms", GAP_HOW, "modelled")
             name = f"saves: {row.path or 'model'}"
             return computed(name, row.saves_ms, "ms", f"{SAVES_HOW}; lost: {fmt.size(row.lost)}", "modelled")
+        if isinstance(table, Table) and isinstance(table.row, PatternView):
+            cost = table.row
+            source: Source = "modelled" if cost.cost_kind == "modelled" else "derived"
+            return computed(
+                f"{cost.kind}: {cost.layer or 'model'}", cost.cost_ms, "ms", COST_HOW[cost.cost_kind], source
+            )
         return super().pointed()
 
 

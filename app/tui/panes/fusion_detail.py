@@ -8,6 +8,7 @@ from textual.containers import Horizontal, Vertical
 
 from costlab.app import figures as fmt
 from costlab.app.analysis.views import KernelView, MissView
+from costlab.app.text import operators
 from costlab.app.tui.cells import EMPTY, Line, Span, bar, crop_start, line, status
 from costlab.app.tui.panes.fusion_rows import FusionLine, LayerIndex
 from costlab.app.tui.widgets.lines import Lines
@@ -16,7 +17,7 @@ from costlab.probes.fusion.causes import mend_of
 
 
 def _edge(row: MissView) -> Line:
-    return line(row.producer or "?", (" → ", "faint"), row.consumer or "?")
+    return line(operators(row.producer) or "?", (" → ", "faint"), operators(row.consumer) or "?")
 
 
 def _place(row: MissView, width: int) -> Line:
@@ -54,7 +55,7 @@ KERNELS: list[Column[KernelView]] = [
     col("name", "kernel", lambda r: line(r.name), 22, flex=4, max_width=80),
     col("kind", "kind", lambda r: line((r.kind or r.category, "muted")), 10, priority=4),
     col("phase", "phase", lambda r: line((r.phase, "muted")), 9, priority=5),
-    col("calls", "×", lambda r: line((fmt.number(r.calls), "muted")), 4, "right", priority=2),
+    col("calls", "×", lambda r: line((fmt.times(r.calls), "muted")), 4, "right", priority=2),
     col("ms", "time", lambda r: _number(fmt.ms(r.ms)), 8, "right"),
     col("bytes", "bytes", lambda r: _number(fmt.size(r.bytes)), 8, "right", priority=3),
     col("gbps", "GB/s", lambda r: _number(fmt.number(r.gbps)), 6, "right", priority=1),
@@ -67,12 +68,14 @@ class LayerDetail(Vertical):
 
     SCOPED_CSS = False
     DEFAULT_CSS = """
-    LayerDetail #miss-text { height: auto; max-height: 4; padding: 0 1; }
+    LayerDetail #miss-text { height: auto; max-height: 7; padding: 0 1; }
+    .-short LayerDetail #miss-text { max-height: 5; }
     LayerDetail #lists { height: 1fr; }
     LayerDetail .list { height: 1fr; width: 1fr; }
     LayerDetail #lists { layout: vertical; }
     LayerDetail #misses { height: 1fr; margin-bottom: 1; }
     LayerDetail #kernels { height: 1fr; }
+    LayerDetail.-class #lists { display: none; }
     .-wide LayerDetail #lists { layout: horizontal; }
     .-wide LayerDetail #misses { margin: 0 3 0 0; }
     """
@@ -87,13 +90,15 @@ class LayerDetail(Vertical):
         yield Lines(id="miss-text", classes="wrap")
 
     def show(self, row: FusionLine, by_class: bool) -> None:
-        """Show a layer; classes have no detail of their own."""
+        """Show a layer; of a class only what reaching its target would save."""
         if self.index is None:
             return
         misses, kernels = ([], []) if by_class else self.index.of(row.path)
+        self.set_class(by_class, "-class")
         self.query_one("#misses", Table).set_rows(misses, cursor=0)
         self.query_one("#kernels", Table).set_rows(kernels, cursor=0)
-        self.query_one("#detail-title", Lines).show([title(row, len(misses), len(kernels))])
+        head = class_title(row) if by_class else title(row, len(misses), len(kernels))
+        self.query_one("#detail-title", Lines).show([head])
         self._explain(misses[0] if misses else None)
 
     def take_focus(self) -> None:
@@ -115,17 +120,35 @@ def title(row: FusionLine, misses: int, kernels: int) -> Line:
     kind = f"  {row.layer_class}" if row.layer_class and row.layer_class != name else ""
     alike = f"  {row.alike} alike, together" if row.alike > 1 else ""
     counts = f"   {fmt.count(misses)} missed, {fmt.count(kernels)} kernels"
-    return line((" " + name, "strong"), (kind + alike, "muted"), (counts, "muted"))
+    return line((" " + name, "strong"), (kind + alike, "muted"), (counts, "muted"), *_gap(row))
+
+
+def class_title(row: FusionLine) -> Line:
+    """A layer class and its gap to the target; the layers are a key away."""
+    known = _gap(row) or [("   no gap to its target is known" if row.gap_ms is None else "   at its target", "muted")]
+    return line((" " + (row.label or "(none)"), "strong"), *known, ("   ", ""), ("enter", "accent"), "  its layers")
+
+
+def _gap(row: FusionLine) -> list[Span]:
+    if not row.gap_ms:
+        return []
+    return [(f"   target {fmt.rate(row.target)} would save ", "muted"), (fmt.ms(row.gap_ms), "strong")]
 
 
 def miss_lines(miss: MissView) -> list[Line]:
-    """The reason in full, both places, and what mends it."""
-    head: list[Span] = [(miss.layer, "strong"), ("  ", ""), (miss.reason or miss.cause_text, "")]
+    """The cause, both places, what mends it, and last, since it may be long, the scheduler's own reason."""
     places = [f"{name} at {place}" for name, place in _ends(miss) if place]
-    lines = [line(*head), line(("   ".join(places), "muted")) if places else EMPTY]
-    lines.append(line(("mend  ", "accent"), mend_of(miss.cause)))
+    lines = [
+        line((miss.layer or "model", "strong"), ("  ", ""), miss.cause_text or miss.cause),
+        line(("   ".join(places), "muted")) if places else EMPTY,
+        line(("mend  ", "accent"), mend_of(miss.cause)),
+        line(("reason  ", "accent"), (miss.reason, "muted")) if miss.reason else EMPTY,
+    ]
     return [one for one in lines if one]
 
 
 def _ends(miss: MissView) -> list[tuple[str, str]]:
-    return [(miss.producer or "producer", miss.producer_source), (miss.consumer or "consumer", miss.consumer_source)]
+    return [
+        (operators(miss.producer) or "producer", miss.producer_source),
+        (operators(miss.consumer) or "consumer", miss.consumer_source),
+    ]

@@ -7,7 +7,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, TypeVar
 
-from costlab.app.analysis.layers import covers
+import msgspec
+
+from costlab.app.analysis.layers import covers, strip_index
 from costlab.app.analysis.views import ClassRow, FusionView, KernelView, LayerRow, MissView
 from costlab.probes.records import FusionStatus
 
@@ -15,6 +17,7 @@ Branch = Literal["open", "closed", "leaf"]
 Sort = Literal["tree", "saves", "lost", "ms", "rate"]
 SORTS: tuple[Sort, ...] = ("tree", "saves", "lost", "ms", "rate")
 STATUSES: tuple[FusionStatus | None, ...] = (None, "partial", "broken", "unknown", "complete")
+WORST: tuple[FusionStatus, ...] = ("broken", "partial", "unknown", "complete")
 T = TypeVar("T")
 HEAVY_DEPTH = 6
 _INDICES = re.compile(r"(?<![^.])\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*(?![^.])")
@@ -39,6 +42,8 @@ class FusionLine:
     alike: int = 1
     kernels: int = 0
     layer_class: str = ""
+    gap_ms: float | None = None
+    gap_run_money: float | None = None  # of a class only
 
 
 @dataclass(frozen=True)
@@ -60,7 +65,12 @@ class Filter:
     @property
     def words(self) -> str:
         """The filter in words, "" when there is none."""
-        parts = [self.status or "", self.cause, "addressable" if self.addressable else "", self.layer_class]
+        parts = [
+            self.status or "",
+            self.cause.replace("_", " "),
+            "addressable" if self.addressable else "",
+            self.layer_class,
+        ]
         parts += [f"“{self.text}”"] if self.text else []
         parts += [f"sorted by {self.sort}"] if self.sort != "tree" else []
         return " · ".join(p for p in parts if p)
@@ -171,6 +181,7 @@ def layer_line(row: LayerRow, branch: Branch = "leaf", flat: bool = False) -> Fu
         alike=row.alike,
         kernels=row.kernels,
         layer_class=row.layer_class,
+        gap_ms=row.gap_ms,
     )
 
 
@@ -190,6 +201,8 @@ def class_lines(rows: Iterable[ClassRow]) -> list[FusionLine]:
             saves_ms=r.saves_ms,
             alike=r.layers,
             layer_class=r.layer_class,
+            gap_ms=r.gap_ms,
+            gap_run_money=r.gap_run_money,
         )
         for r in rows
     ]
@@ -240,9 +253,35 @@ class LayerIndex:
             misses = [m for layer, rows in self._misses.items() if within(layer, path) for m in rows]
             kernels = [k for layer, rows in self._kernels.items() if within(layer, path) for k in rows]
             misses.sort(key=lambda m: (not m.addressable, -m.bytes))
-            kernels.sort(key=lambda k: -k.ms)
-            self._found[path] = (misses, kernels)
+            self._found[path] = (misses, together(kernels))
         return self._found[path]
+
+
+def together(kernels: Iterable[KernelView]) -> list[KernelView]:
+    """Kernels of alike layers as one each, per step, the slowest first; rates are of those whose bytes are known."""
+    groups: dict[tuple[str, str, str, str], list[KernelView]] = {}
+    for k in kernels:
+        groups.setdefault((k.name, k.phase, k.kind, strip_index(k.layer)), []).append(k)
+    return sorted((_merged(alike) for alike in groups.values()), key=lambda k: -k.ms)
+
+
+def _merged(alike: list[KernelView]) -> KernelView:
+    if len(alike) == 1:
+        return alike[0]
+    sized = [k for k in alike if k.bytes is not None]
+    rated = next((k for k in alike if k.gbps and k.of_copy), None)
+    busy, moved = sum(k.ms for k in sized), sum(k.bytes or 0 for k in sized)
+    gbps = moved / busy / 1e6 if busy and any(k.gbps for k in sized) else None
+    return msgspec.structs.replace(
+        alike[0],
+        layer=strip_index(alike[0].layer),
+        calls=sum(k.calls for k in alike),
+        ms=sum(k.ms for k in alike),
+        bytes=moved if sized else None,
+        gbps=gbps,
+        of_copy=gbps * (rated.of_copy or 0.0) / (rated.gbps or 1.0) if gbps and rated else None,
+        status=min((k.status for k in alike), key=WORST.index),
+    )
 
 
 def next_of(values: Sequence[T], current: T) -> T:

@@ -109,6 +109,7 @@ def test_a_guard_from_a_strangers_model_is_escaped() -> None:
         (["-s", "4x8", "--dtype", "fp8"], "choose from fp32, bf16"),
         (["-s", "4x8", "--steps", "0"], "above zero"),
         (["-s", "4x8", "-w", "bert"], "no workload 'bert'"),
+        (["-s", "no/such/sampler.py:pairs"], "no such file: no/such/sampler.py"),
     ],
 )
 def test_bad_options_end_with_one_line_and_code_2(options: list[str], message: str) -> None:

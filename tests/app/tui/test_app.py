@@ -78,7 +78,7 @@ async def test_keys_help_explain_and_key_line(example: Path) -> None:
         await pilot.press("2")
         await settle(pilot)
         hints = [hint.text for hint in app.screen.query_one(KeyLine).hints]
-        assert hints[0] == "Search"
+        assert hints[0] == "Find"
         assert hints[-1] == "Help"
         await pilot.press("question_mark")
         await settle(pilot)

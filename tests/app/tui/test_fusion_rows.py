@@ -5,8 +5,17 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from costlab.app.analysis.views import FusionView, LayerRow, MissView
-from costlab.app.tui.panes.fusion_rows import Filter, FusionTree, LayerIndex, causes, matches, next_of, within
+from costlab.app.analysis.views import FusionView, KernelView, LayerRow, MissView
+from costlab.app.tui.panes.fusion_rows import (
+    Filter,
+    FusionTree,
+    LayerIndex,
+    causes,
+    matches,
+    next_of,
+    together,
+    within,
+)
 
 
 def layer(path: str, depth: int, **fields: Any) -> LayerRow:
@@ -70,7 +79,7 @@ def test_addressable_keeps_only_what_loses_something() -> None:
 
 def test_the_filter_says_itself_in_words() -> None:
     assert Filter().words == ""
-    assert Filter(status="broken", cause="layout_copy", sort="lost").words == "broken · layout_copy · sorted by lost"
+    assert Filter(status="broken", cause="layout_copy", sort="lost").words == "broken · layout copy · sorted by lost"
 
 
 def test_causes_are_ordered_by_what_they_lose() -> None:
@@ -103,6 +112,37 @@ def test_misses_of_a_layer_put_what_can_be_mended_first() -> None:
     misses = [miss("a", False, 100), miss("a.b", True, 1), miss("a", True, 5), miss("c", True, 900)]
     view = FusionView(rate=None, strict_rate=None, target=None, status="unknown", quality=None, misses=misses)
     assert [(m.layer, m.bytes) for m in LayerIndex(view).of("a")[0]] == [("a", 5), ("a.b", 1), ("a", 100)]
+
+
+def test_kernels_of_alike_layers_are_one_line_and_nothing_is_lost() -> None:
+    def kernel(layer: str, ms: float, **fields: Any) -> KernelView:
+        values: dict[str, Any] = {
+            "name": "k",
+            "kind": "pointwise",
+            "category": "memory",
+            "phase": "forward",
+            "calls": 2,
+        }
+        return KernelView(layer=layer, ms=ms, **(values | fields))
+
+    alike = [
+        kernel("h.0.mlp", 1.0, bytes=3_000_000, gbps=3.0, of_copy=0.5, flops=7, status="complete"),
+        kernel("h.1.mlp", 2.0, bytes=3_000_000, gbps=1.5, of_copy=0.25, status="broken"),
+    ]
+    others = [kernel("h.0.mlp", 1.0, phase="backward"), kernel("h.0.norm", 0.5), kernel("h.2.mlp", 4.0, name="mm")]
+    rows = together([*alike, *others])
+    assert [(k.name, k.layer, k.phase, k.ms) for k in rows] == [
+        ("mm", "h.2.mlp", "forward", 4.0),
+        ("k", "h.*.mlp", "forward", 3.0),
+        ("k", "h.0.mlp", "backward", 1.0),
+        ("k", "h.0.norm", "forward", 0.5),
+    ]
+    both = rows[1]
+    assert (both.calls, both.bytes, both.flops, both.status) == (4, 6_000_000, 7, "broken")
+    assert both.gbps == 2.0
+    assert both.of_copy is not None
+    assert abs(both.of_copy - 1 / 3) < 1e-12
+    assert (rows[0].bytes, rows[0].gbps, rows[0].of_copy) == (None, None, None)
 
 
 def test_cycling_goes_around() -> None:

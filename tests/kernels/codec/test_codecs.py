@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from costlab.kernels.codec import integer, log8, lossless, sparse
@@ -95,9 +95,40 @@ def test_log8_keeps_zero_and_the_smallest_value_and_its_bound() -> None:
     found = encode(v, Choice(Codec.LOG8))
     back = decode(found)
     assert (back[0, :5] == 0).all() and ((back == 0) == (v == 0)).all()
-    positive = v > 2**-126
-    assert ((back - v)[positive].abs() <= found.bound * v[positive]).all()
+    assert _log8_error(v, back) <= found.bound
     assert back.max() == v.max() and back[back > 0].min() == v[v > 0].min()
+
+
+def _log8_error(v: torch.Tensor, back: torch.Tensor) -> float:
+    """Largest error in the unit of the codec's bound."""
+    exact = v.double()
+    return float(((back.double() - exact).abs() / exact.clamp_min(2.0**-126)).max())
+
+
+_PATTERNS = st.one_of(
+    st.integers(0, log8.INFINITY_BITS - 1),
+    st.integers(0, 254).flatmap(lambda e: st.integers(-3, 3).map(lambda off: (e << 23) + off)),
+    st.integers(0, 1 << 23),
+).map(lambda bits: min(max(bits, 0), log8.INFINITY_BITS - 1))
+
+
+@given(patterns=st.lists(_PATTERNS, min_size=1, max_size=200))
+@example(patterns=[0x3F800000, 0x3F7FFFFF, 0x3F800001, 1, log8.INFINITY_BITS - 1])
+@settings(max_examples=300, deadline=None)
+def test_log8_error_never_exceeds_its_bound(patterns: list[int]) -> None:
+    v = torch.tensor(patterns, dtype=torch.int32).view(torch.float32)
+    found = encode(v, Choice(Codec.LOG8))
+    assert found.choice.codec is Codec.LOG8
+    assert _log8_error(v, decode(found)) <= found.bound == log8.bound(found.low, found.high) < 0.51
+
+
+@pytest.mark.parametrize(("low", "high"), [(1e-30, 1e30), (1e-38, 3e38), (1e-4, 1e3), (0.9, 1.1), (1e-45, 1e-37)])
+def test_log8_bound_is_tight_for_dense_values(low: float, high: float) -> None:
+    """Every pattern's neighbourhood is met, so that a bound twice too small or twice too large would show."""
+    ends = torch.tensor([low, high]).view(torch.int32).tolist()
+    v = torch.linspace(ends[0], ends[1], 400_001, dtype=torch.float64).round().to(torch.int32).view(torch.float32)
+    found = encode(v, Choice(Codec.LOG8))
+    assert 0.45 * found.bound < _log8_error(v, decode(found)) <= found.bound
 
 
 @pytest.mark.parametrize("v", [torch.zeros(30), torch.full((30,), 3.0), torch.tensor(1e-45), torch.tensor([0.0, 2.0])])

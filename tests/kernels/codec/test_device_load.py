@@ -43,6 +43,9 @@ class _Nothing:
     def synchronize(self) -> None:
         pass
 
+    def query(self) -> bool:
+        return True
+
 
 def _without_device(monkeypatch: pytest.MonkeyPatch) -> None:
     empty = torch.empty

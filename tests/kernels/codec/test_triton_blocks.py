@@ -49,20 +49,23 @@ def check_tiles(shape: tuple[int, int], dtype: torch.dtype, device: str) -> None
     x[0, 0], x[5, 40], x[15, -1], x[-16:, 64:80] = float("nan"), float("inf"), float("-inf"), 0
     x[:, 16:32] = torch.tensor([-1e-9, 1e-9, -448.0, -0.0], dtype=dtype).repeat(shape[0], 4)
     grid = grid_of(shape, (16, 16))
-    assert triton_tiles.even(grid, triton_tiles.tile_of(dtype))
+    tile = triton_tiles.encode_tile(grid, dtype)
+    assert tile is not None
     for fmt in ("e4m3", "int8"):
         want, scales, bad = fp8.encode_torch(x) if fmt == "e4m3" else integer.encode_torch(x, (16, 16), 127)
         got = torch.full((grid.numel,), 77, dtype=torch.uint8, device=device)
         got_scales = torch.full((grid.blocks,), 7.0, device=device)
         count = torch.zeros(1, dtype=torch.int32, device=device)
-        triton_tiles.encode_tiles(x.to(device), grid, got, got_scales, count, fmt)
+        triton_tiles.encode_tiles(x.to(device), grid, got, got_scales, count, fmt, tile)
         assert torch.equal(got.cpu(), want.view(torch.uint8)), (shape, dtype, fmt)
         assert torch.equal(got_scales.cpu(), scales) and int(count) == int(bad.sum()) == 3
         if device == "cuda" and fmt == "e4m3":
             # Every code, also those the encoder never writes.
             got[:256] = torch.arange(256, dtype=torch.uint8, device=device)
             out = torch.zeros(grid.numel, dtype=dtype, device=device)
-            triton_tiles.decode_tiles(got, got_scales, grid, out)
+            decoding = triton_tiles.decode_tile(grid, dtype)
+            assert decoding is not None
+            triton_tiles.decode_tiles(got, got_scales, grid, out, decoding)
             decoded = fp8.decode_torch(got.cpu(), got_scales.cpu(), grid, dtype)
             assert torch.equal(out.cpu().nan_to_num(-3.0), decoded.nan_to_num(-3.0)), (shape, dtype)
 
@@ -106,6 +109,7 @@ def main() -> None:
             check(shape, block, dtype, "cpu")
     for dtype in fp8.FLOATS:
         check_tiles((32, 1024), dtype, "cpu")
+        check_tiles((16, 1536), dtype, "cpu")
     check_rounding("cpu")
     for dtype in (torch.float32, torch.bfloat16):
         check_log8("cpu", dtype)
@@ -119,6 +123,20 @@ def test_interpreted_kernels_equal_torch() -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.parametrize("dtype", fp8.FLOATS)
+@pytest.mark.parametrize("columns", [256, 512, 768, 1024, 1536, 2560, 4096, 11008, 12288, 2050])
+def test_a_width_gets_the_best_tile_that_divides_it(columns: int, dtype: torch.dtype) -> None:
+    grid = grid_of((32, columns), (16, 16))
+    best, narrow = triton_tiles.ENCODE_TILE[dtype.itemsize], triton_tiles.NARROW_ENCODE_TILE[dtype.itemsize]
+    divides = [tile for tile in (best, narrow) if columns % tile[0] == 0]
+    assert triton_tiles.encode_tile(grid, dtype) == (divides[0] if divides else None)
+    wide, thin = triton_tiles.DECODE_TILE[dtype.itemsize], triton_tiles.NARROW_DECODE_TILE[dtype.itemsize]
+    whole = [tile for tile in (wide, thin) if columns % tile.whole == 0]
+    assert triton_tiles.decode_tile(grid, dtype) == (whole[0] if whole else None)
+    assert triton_tiles.encode_tile(grid_of((32, columns), (128, 128)), dtype) is None
+    assert triton_tiles.decode_tile(grid_of((31, columns), (16, 16)), dtype) is None
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 @pytest.mark.parametrize("dtype", fp8.FLOATS)
@@ -130,7 +148,7 @@ def test_gpu_kernels_equal_torch(shape: tuple[int, ...], block: tuple[int, int],
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 @pytest.mark.parametrize("dtype", fp8.FLOATS)
-@pytest.mark.parametrize("shape", [(16, 1024), (48, 3072), (4096, 4096)])
+@pytest.mark.parametrize("shape", [(16, 1024), (48, 3072), (32, 2560), (4096, 4096)])
 def test_gpu_tiles_equal_torch(shape: tuple[int, int], dtype: torch.dtype) -> None:
     check_tiles(shape, dtype, "cuda")
 
