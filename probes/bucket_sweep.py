@@ -28,7 +28,7 @@ from costlab.probes.bucket_spec import (
     plan,
     shapes,
 )
-from costlab.probes.job import run_rank
+from costlab.probes.job import require_device, run_rank
 from costlab.probes.peers import Peers
 from costlab.probes.session import Voice, loopback_interface
 from costlab.probes.tables import write_bytes
@@ -106,7 +106,9 @@ def _join(spec: BucketSpec) -> Sweep:
     import torch.distributed as dist
 
     local = int(os.environ.get("LOCAL_RANK", "0"))
-    cuda = torch.cuda.is_available() and torch.cuda.device_count() > local
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    require_device(count)
+    cuda = count > local
     device = torch.device("cuda", local) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)

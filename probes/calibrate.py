@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from costlab.probes import calibrate_host
-from costlab.probes.job import run_rank
+from costlab.probes.job import require_device, run_rank
 from costlab.probes.links import (
     CALIBRATION_FILE,
     DEVICE_SIZES,
@@ -92,7 +92,9 @@ def join(run_dir: Path, spec: CalibrationSpec, rank: int, voice: Voice) -> Job:
     from costlab.probes.peers import Peers
 
     local = int(os.environ.get("LOCAL_RANK", "0"))
-    cuda = torch.cuda.is_available() and torch.cuda.device_count() > local
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    require_device(count)
+    cuda = count > local
     device = torch.device("cuda", local) if cuda else torch.device("cpu")
     interface = loopback_interface()
     if interface:

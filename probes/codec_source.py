@@ -40,12 +40,13 @@ def read(path: Path) -> tuple[str, dict[str, Any]]:
     """(kind, values by name); tensors are on the CPU, mapped from the file where its format allows it."""
     from costlab.kernels.codec import CheckpointError
 
-    if not path.exists():
-        raise SourceError(f"{path}: no such file or folder")
     try:
         if path.is_dir():
             return _folder(path)
-        return _file(path)
+        if path.is_file():
+            return _file(path)
+        what = "neither a file nor a folder" if path.exists() else "no such file or folder"
+        raise SourceError(f"{path}: {what}")
     except CheckpointError as error:
         raise SourceError(str(error)) from error
     except OSError as error:

@@ -7,6 +7,7 @@ import msgspec
 from costlab.probes.spec import BUILTIN_WORKLOADS, WORKLOAD_SIZES, SpecError
 
 BITS_CLAIMED = 3.2  # FP8 in 16x16 blocks with sparse zeros, as published without the zeros it needs
+MOST_MIB = 1 << 20
 
 
 class CodecRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -62,6 +63,7 @@ class CodecResult(msgspec.Struct, frozen=True, kw_only=True):
     claim: ClaimRow | None = None
     notes: list[str] = []
     error: str = ""
+    usage: bool = False  # whether the error is of the options, not of the source
 
 
 def check(request: CodecRequest) -> None:
@@ -73,5 +75,5 @@ def check(request: CodecRequest) -> None:
         raise SpecError(f"no model '{name}'; there are: {', '.join(BUILTIN_WORKLOADS)}, as llama or llama:small")
     if size and size not in WORKLOAD_SIZES[name]:
         raise SpecError(f"{name} has no size '{size}'; there are: {', '.join(WORKLOAD_SIZES[name])}")
-    if request.steps < 1 or request.limit_mb < 0:
-        raise SpecError("--steps must be at least 1, and --limit not below 0")
+    if request.steps < 1 or not 0 <= request.limit_mb <= MOST_MIB:
+        raise SpecError(f"--steps must be at least 1, and --limit 0 to {MOST_MIB} MiB")

@@ -12,6 +12,7 @@ import msgspec
 from costlab.probes.checkpoint_error import sample
 from costlab.probes.codec_source import SourceError, read, trained
 from costlab.probes.codec_spec import BITS_CLAIMED, ClaimRow, CodecRequest, CodecResult, CodecTableRow, check
+from costlab.probes.session import die_with_launcher
 from costlab.probes.spec import SpecError
 from costlab.probes.tables import write_bytes
 
@@ -22,12 +23,13 @@ if TYPE_CHECKING:
 
 def main(argv: list[str]) -> int:
     """Answer one request; what is wrong with its source is in the result's `error`."""
+    die_with_launcher()
     request = msgspec.json.decode(Path(argv[1]).read_bytes(), type=CodecRequest)
     try:
         check(request)
         result = measure(request)
     except (SourceError, SpecError) as error:
-        result = CodecResult(error=str(error))
+        result = CodecResult(error=str(error), usage=isinstance(error, SpecError))
     write_bytes(Path(argv[2]), msgspec.json.encode(result))
     return 0
 

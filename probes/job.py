@@ -15,7 +15,9 @@ import msgspec
 from costlab.probes import failures
 from costlab.probes.launch import Launcher
 from costlab.probes.session import Voice, die_with_launcher
-from costlab.probes.spec import RunSpec
+from costlab.probes.spec import RunSpec, SpecError
+
+DEVICE = "COSTLAB_JOB_DEVICE"
 
 
 class JobLauncher(Launcher):
@@ -31,6 +33,21 @@ class JobLauncher(Launcher):
         command = super().command()
         at = command.index("--module")
         return [*command[: at + 1], self.module, str(self.run_dir), self.options]
+
+    def _environment(self) -> dict[str, str]:
+        """The run's, with the device that was asked for: on `cpu` the ranks see no GPU."""
+        hidden = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""} if self.spec.device == "cpu" else {}
+        return super()._environment() | {DEVICE: self.spec.device} | hidden
+
+
+def require_device(count: int) -> None:
+    """SpecError where `--device cuda` was asked for and this rank has none of the `count` devices that torch sees."""
+    local = int(os.environ.get("LOCAL_RANK", "0"))
+    if os.environ.get(DEVICE) == "cuda" and local >= count:
+        raise SpecError(
+            f"--device cuda was asked for, but torch sees {count} CUDA devices for rank {local} of this host; "
+            "`costlab doctor` says why"
+        )
 
 
 def run_rank(argv: list[str], body: Callable[[Path, bytes, int, Voice], None]) -> int:

@@ -38,6 +38,8 @@ from costlab.probes.records import (
     decode_event,
     encode_event,
 )
+from costlab.probes.schedule_choice import EXTRA as SCHEDULES
+from costlab.probes.schedule_choice import ScheduleChoice
 from costlab.probes.spec import RunSpec, validate
 from costlab.probes.tables import write_bytes
 
@@ -60,6 +62,7 @@ class Facts(msgspec.Struct, kw_only=True):
     workload: WorkloadFacts | None = None
     ranks: int = 0
     clocks: list[ClockReading] = []
+    schedules: list[ScheduleChoice] = []
 
 
 @dataclass
@@ -113,6 +116,7 @@ class Launcher:
         self._states: dict[int, RankState] = {}
         self._failures: list[Failure] = []
         self._output: list[str] = []
+        self._spawned = 0.0
 
     def cancel(self) -> None:
         """Ask the run to end; it is kept and marked cancelled. Thread-safe."""
@@ -129,6 +133,7 @@ class Launcher:
                 on_event(event)
 
             process = self._spawn()
+            self._spawned = time.time()
             reader = threading.Thread(target=self._read_output, args=(process.stdout,), daemon=True)
             reader.start()
             try:
@@ -304,6 +309,8 @@ class Launcher:
         manifest.ranks = facts.ranks or manifest.ranks
         if facts.clocks:
             manifest.extra["clocks"] = msgspec.to_builtins(facts.clocks)
+        if facts.schedules:
+            manifest.extra[SCHEDULES] = msgspec.to_builtins(facts.schedules)
         self._save(manifest)
         return facts.workload is not None
 
@@ -336,7 +343,7 @@ class Launcher:
         for state in self._states.values():
             if state.pid is not None:
                 kill_group(state.pid, state.born)
-        kill_group(process.pid, time.time())
+        kill_group(process.pid, self._spawned)
         process.wait()
 
     def _verdict(self, code: int) -> FailureInfo | None:

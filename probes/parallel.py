@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from costlab.probes.schedule_choice import ScheduleChoice
 from costlab.probes.spec import RunSpec, SpecError, recompute_budget
 from costlab.probes.workloads.base import Workload
 
@@ -35,6 +36,7 @@ class Wrapped:
     expected_bytes: int | None = None
     formula: str = ""
     notes: list[str] = field(default_factory=list)  # what was decided while wrapping, for the log
+    schedules: list[ScheduleChoice] = field(default_factory=list)  # grows as the steps meet new sizes of messages
 
     def forward_context(self) -> AbstractContextManager[Any]:
         """Autocast where the wrapper itself does not cast (DDP in bf16)."""
@@ -143,7 +145,7 @@ def _ddp(wrapped: Wrapped, spec: RunSpec, dtype: torch.dtype, device: torch.devi
     if spec.schedule != "stock" and dist.get_world_size() > 1:
         from costlab.probes.schedule import planned_ddp
 
-        wrapped.notes += planned_ddp(ddp, spec, device)
+        wrapped.notes += planned_ddp(ddp, spec, device, wrapped.schedules)
     gradients = sum(p.numel() * p.element_size() for p in wrapped.base.parameters() if p.requires_grad)
     buffers = sum(b.numel() * b.element_size() for b in ddp.modules_buffers) if ddp.broadcast_buffers else 0
     wrapped.expected_bytes = gradients + buffers
@@ -203,7 +205,7 @@ def _shard(wrapped: Wrapped, spec: RunSpec, dtype: torch.dtype, device: torch.de
         fully_shard(wrapped.base.get_submodule(name), **kwargs)
     fully_shard(wrapped.base, **kwargs)
     if planned:
-        wrapped.notes += planned_hsdp(wrapped.base, mesh, spec, device)
+        wrapped.notes += planned_hsdp(wrapped.base, mesh, spec, device, wrapped.schedules)
 
 
 def _padded(parameter: Tensor, shard: int) -> int:
@@ -213,9 +215,7 @@ def _padded(parameter: Tensor, shard: int) -> int:
     return -(-rows // shard) * shard * per_row
 
 
-def _sharded_bytes(
-    wrapped: Wrapped, shard: int, world: int, param_bytes: int, micro_batches: int
-) -> tuple[int, str]:
+def _sharded_bytes(wrapped: Wrapped, shard: int, world: int, param_bytes: int, micro_batches: int) -> tuple[int, str]:
     """Bytes of one rank and step: all-gather outputs, reduce-scatter inputs and, for HSDP, all-reduced shards."""
     in_blocks: set[int] = set()
     block_elements = 0

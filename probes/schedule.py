@@ -21,10 +21,12 @@ from torch.distributed import ProcessGroup
 
 from costlab.kernels.schedule import hooks
 from costlab.kernels.schedule.communicator import Communicator
+from costlab.kernels.schedule.compat import backend_name
 from costlab.kernels.schedule.errors import ScheduleError, ScheduleRefused
 from costlab.kernels.schedule.plan import Layout, Plan, Schedule
 from costlab.kernels.schedule.planner import Choice, Planner
 from costlab.kernels.schedule.topology import Link, uniform
+from costlab.probes.schedule_choice import ScheduleChoice
 from costlab.probes.spec import RunSpec, SpecError
 
 SIZES = (64 << 10, 1 << 20, 8 << 20)  # bytes; DDP's buckets are 1 MiB first, then 25 MiB
@@ -42,10 +44,13 @@ _NAMED: dict[str, tuple[Schedule, ...]] = {
 _NOMINAL = Link(1e-5, 1e10)  # only names the fabric: every choice is made from measured curves
 
 
-def planned_ddp(ddp: Any, spec: RunSpec, device: torch.device) -> list[str]:
-    """Register the hook on a DDP model; returns what was chosen, in sentences."""
+def planned_ddp(ddp: Any, spec: RunSpec, device: torch.device, choices: list[ScheduleChoice]) -> list[str]:
+    """Register the hook on a DDP model; returns what was chosen, in sentences.
+
+    `choices` gets what was measured, and later a row for each new size of message that the steps reduce.
+    """
     communicator = _communicator(dist.group.WORLD, spec)
-    choose, said = _measured(communicator, spec.schedule, torch.float32, device)
+    choose, said = _measured(communicator, spec.schedule, torch.float32, device, choices)
     ddp.register_comm_hook(None, hooks.ddp_hook(communicator, choose))
     return said
 
@@ -55,10 +60,15 @@ def replicate(model: nn.Module, mesh: Any) -> None:
     hooks.broadcast_module(model, mesh["replicate"].get_group())
 
 
-def planned_hsdp(model: nn.Module, mesh: Any, spec: RunSpec, device: torch.device) -> list[str]:
-    """Reduce the shards of `model`, sharded over mesh["shard"] alone, over mesh["replicate"]; says what was chosen."""
+def planned_hsdp(
+    model: nn.Module, mesh: Any, spec: RunSpec, device: torch.device, choices: list[ScheduleChoice]
+) -> list[str]:
+    """Reduce the shards of `model`, sharded over mesh["shard"] alone, over mesh["replicate"]; says what was chosen.
+
+    `choices` as of `planned_ddp`.
+    """
     communicator = _communicator(mesh["replicate"].get_group(), spec)
-    choose, said = _measured(communicator, spec.schedule, torch.float32, device)
+    choose, said = _measured(communicator, spec.schedule, torch.float32, device, choices)
     count = hooks.fsdp_all_reduce(model, communicator, choose)
     return [f"{text} ({count} modules)" for text in said[:1]] + said[1:]
 
@@ -85,7 +95,7 @@ def _candidates(communicator: Communicator, schedule: str, device: torch.device)
 
 
 def _measured(
-    communicator: Communicator, schedule: str, dtype: torch.dtype, device: torch.device
+    communicator: Communicator, schedule: str, dtype: torch.dtype, device: torch.device, choices: list[ScheduleChoice]
 ) -> tuple[Callable[[int], Plan], list[str]]:
     """What to run for so many bytes, and the choice at each measured size in a sentence."""
     sizes = GPU_SIZES if device.type == "cuda" else SIZES
@@ -105,10 +115,29 @@ def _measured(
 
     def choose(nbytes: int) -> Plan:
         if nbytes not in kept:
-            kept[nbytes] = planner.choose(nbytes).plan
+            choice = planner.choose(nbytes)
+            choices.append(_row(choice, schedule, communicator, device, used=True))
+            kept[nbytes] = choice.plan
         return kept[nbytes]
 
-    return choose, _sentences(schedule, communicator, planner.table(sizes))
+    table = planner.table(sizes)
+    choices += [_row(c, schedule, communicator, device) for c in table]
+    return choose, _sentences(schedule, communicator, table)
+
+
+def _row(
+    choice: Choice, asked: str, communicator: Communicator, device: torch.device, *, used: bool = False
+) -> ScheduleChoice:
+    return ScheduleChoice(
+        asked=asked,
+        nbytes=choice.nbytes,
+        ranks=communicator.world_size,
+        hosts=len(communicator.layout),
+        schedule=choice.best.describe(),
+        seconds={c.describe(): c.seconds for c in choice.candidates},
+        library=backend_name(communicator.parent, device),
+        used=used,
+    )
 
 
 def _curve(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -117,7 +118,8 @@ def die_with_launcher() -> None:
             except OSError:
                 data = b""
             if not data:
-                print("costlab: the launcher is gone; this rank ends", file=sys.stderr, flush=True)
+                with contextlib.suppress(OSError):  # whoever read these errors is gone too
+                    print("costlab: the launcher is gone; this rank ends", file=sys.stderr, flush=True)
                 end_own_group()
 
     threading.Thread(target=watch, name="costlab-watch", daemon=True).start()

@@ -26,6 +26,7 @@ from costlab.probes import failures
 from costlab.probes.job import run_rank
 from costlab.probes.session import Voice
 from costlab.probes.shapes_spec import (
+    MOST_SHAPES,
     PATHS,
     RESULT_FILE,
     PathResult,
@@ -45,7 +46,6 @@ if TYPE_CHECKING:
     from costlab.probes.workloads.base import Workload
 
 WARM = 2  # steps between the first of a shape and the timed ones
-MOST_SHAPES = 64
 
 
 @dataclass

@@ -7,6 +7,7 @@ from typing import Literal
 import msgspec
 
 RESULT_FILE = "shapes.json"
+MOST_SHAPES = 64
 Path = Literal["static", "mark_dynamic", "eager"]
 PATHS: tuple[Path, ...] = ("static", "mark_dynamic", "eager")
 

@@ -3,12 +3,15 @@
 Run as `-m costlab.probes.template FD`, FD being a Unix socket. It says "ready" once everything is imported, or why it
 is unfit, and then forks a group for every request: an agent in a session of its own that stands where torchrun stands
 otherwise, and its ranks, each in a session of its own, with the environment, stdin and logs that torchrun would give
-them. The template itself never touches a device and ends when the socket closes.
+them. The template itself never touches a device: GPUs are hidden from it while it imports, and a rank of a template
+that has initialised CUDA all the same ends with an error. It ends when the socket closes, and its groups with it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import faulthandler
 import importlib
 import json
 import os
@@ -17,6 +20,7 @@ import socket
 import sys
 import threading
 import time
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -49,15 +53,20 @@ MODULES = (
 )
 MOST_REQUEST = 1 << 20
 GRACE_S = 10.0
+HIDDEN = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def main(argv: list[str]) -> int:
     """Import, say so, serve until the socket closes."""
     with socket.socket(fileno=int(argv[1])) as channel:
-        os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # the other way to ask for devices spoils forks
-        for name in MODULES:
-            importlib.import_module(name)
-        reason = unfit()
+        os.environ.update(HIDDEN)  # an import that asks for devices is told "none", and the driver is left alone
+        try:
+            for name in MODULES:
+                importlib.import_module(name)
+            reason = unfit()
+        except Exception as error:  # whoever started this process sees no traceback of it
+            reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
         channel.sendall((reason or "ready").encode() + b"\n")
         if not reason:
             signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the agents report by themselves
@@ -69,7 +78,7 @@ def unfit() -> str:
     """Why this process must not be forked, "" if it may: a driver in use or a thread of Python's would be missed."""
     for link in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(OSError):
-            if str(link.readlink()).startswith("/dev/nvidia"):
+            if str(link.readlink()).startswith(("/dev/nvidia", "/dev/kfd", "/dev/dri")):
                 return "an import opened the GPU's driver"
     if threading.active_count() > 1:
         return "an import started a thread"
@@ -87,13 +96,24 @@ def serve(channel: socket.socket) -> None:
             if not more:
                 return
             data += more
+        own = os.getpid()
         pid = os.fork()
         if pid == 0:
+            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # until the ranks can be ended with it
+            end_with(own)
             channel.close()
             become_agent(json.loads(data), descriptors)
         for descriptor in descriptors:
             os.close(descriptor)
         channel.sendall(f"{pid}\n".encode())
+
+
+def end_with(parent: int) -> None:
+    """Let the kernel send SIGTERM to this process when its parent ends, by SIGKILL or otherwise; Linux only."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+        if os.getppid() != parent:  # it ended before it could be asked for
+            os._exit(1)
 
 
 def become_agent(request: dict[str, Any], descriptors: list[int]) -> None:
@@ -113,6 +133,9 @@ def become_agent(request: dict[str, Any], descriptors: list[int]) -> None:
         os.environ.update(request["env"])
         code = run_group(request)
         os.write(status, str(code).encode())
+    except BaseException:  # os._exit says nothing
+        traceback.print_exc()
+        sys.stderr.flush()
     finally:
         os._exit(code)
 
@@ -125,6 +148,7 @@ def run_group(request: dict[str, Any]) -> int:
     )
     running = {start_rank(request, rank): rank for rank in range(count)}
     signal.signal(signal.SIGTERM, lambda *_: end(running))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
     failed: list[tuple[int, int]] = []
     while running:
         pid, status = os.wait()
@@ -177,10 +201,11 @@ def start_rank(request: dict[str, Any], rank: int) -> int:
         with contextlib.suppress(OSError):
             os.setsid()
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
         os.close(request["status"])  # its end says that the agent has ended, whatever became of the ranks
         code = run_rank(Path(request["run_dir"]), rank)
-    except BaseException as error:  # nobody else would say it
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+    except BaseException:  # nobody else would say it
+        traceback.print_exc()
     finally:
         with contextlib.suppress(Exception):
             sys.stdout.flush()
@@ -189,7 +214,7 @@ def start_rank(request: dict[str, Any], rank: int) -> int:
 
 
 def run_rank(run_dir: Path, rank: int) -> int:
-    """The worker's main with this rank's logs and environment."""
+    """The worker's main with this rank's logs and environment. RuntimeError if the template spoilt CUDA for it."""
     import torch
 
     from costlab.probes import worker
@@ -200,8 +225,14 @@ def run_rank(run_dir: Path, rank: int) -> int:
         descriptor = os.open(logs / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         os.dup2(descriptor, number)
         os.close(descriptor)
+    sys.stdout.reconfigure(write_through=True)  # type: ignore[union-attr]  # Python read its own at the start
+    faulthandler.enable()
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), GROUP_RANK="0")
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))  # OpenMP read its variable at the import
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed()  # ranks and legs would otherwise draw alike where a workload sets no seed
+    if torch.cuda._is_in_bad_fork():  # "no device" would be believed, and the rank run on the CPU
+        raise RuntimeError("the process that this rank was forked from had initialised CUDA")
     return worker.main(["worker", str(run_dir)])
 
 

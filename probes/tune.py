@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from costlab.probes.session import die_with_launcher
 from costlab.probes.spec import RunSpec
 from costlab.probes.tables import write_bytes
 from costlab.probes.tune_records import Check, Scan, SiteRow
@@ -46,6 +47,7 @@ COVERED_BY = {
 
 def main(argv: list[str]) -> int:
     """Scan the workload of a spec file; the exit code is 1 with one line on stderr where that is impossible."""
+    die_with_launcher()
     spec = msgspec.json.decode(Path(argv[1]).read_bytes(), type=RunSpec)
     try:
         found = scan(spec)

@@ -10,10 +10,12 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 
+from costlab.probes.child import ChildCancelled, ask
 from costlab.probes.spec import RunSpec
 from costlab.probes.tune_records import CacheRow
 
@@ -24,7 +26,7 @@ class CountersUnavailable(Exception):
     """The hardware counters cannot be read here; the message says why."""
 
 
-def measure(spec: RunSpec, timeout_s: float) -> list[CacheRow]:
+def measure(spec: RunSpec, timeout_s: float, cancelled: Callable[[], bool] = lambda: False) -> list[CacheRow]:
     """Hit rates of one step of the workload. Raises CountersUnavailable."""
     tool = shutil.which("ncu")
     if tool is None:
@@ -37,11 +39,11 @@ def measure(spec: RunSpec, timeout_s: float) -> list[CacheRow]:
             "--metrics", METRIC, sys.executable, "-m", "costlab.probes.tune_step", str(asked),
         ]  # fmt: skip
         try:
-            done = subprocess.run(
-                command, capture_output=True, text=True, check=False, timeout=timeout_s, stdin=subprocess.DEVNULL
-            )
+            done = ask(command, timeout_s=timeout_s, cancelled=cancelled)
         except subprocess.TimeoutExpired:
             raise CountersUnavailable(f"ncu took more than {timeout_s:.0f} s") from None
+        except ChildCancelled:
+            raise CountersUnavailable("cancelled") from None
         except OSError as error:
             raise CountersUnavailable(f"ncu cannot be started: {error.strerror}") from None
     rows = parse(done.stdout)

@@ -3,6 +3,9 @@
 Every run still has its own processes, process group, device contexts and memory; what it is spared is about two imports
 of torch, by torchrun and by the rank. Ranks of one template share the addresses of their code, as ranks of two starts
 do not: what that is worth to a step's time is the same for all legs of a what-if, and is not part of its noise.
+
+A run that ends before its first measured step may owe that to the fork, so it is started once more by torchrun, and so
+are all runs after it.
 """
 
 from __future__ import annotations
@@ -16,11 +19,14 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import IO
 
-from costlab.probes.launch import Launcher
+from costlab.probes.failures import one_line
+from costlab.probes.launch import Launcher, LaunchError
+from costlab.probes.records import AnyEvent, FailureInfo, Finished, Log, Manifest, StepEvent
 from costlab.probes.spec import RunSpec
 
 READY_S = 120.0
@@ -31,21 +37,29 @@ class TemplateError(Exception):
 
 
 class Template:
-    """The process that forks. A context manager; `start` may be called from several threads."""
+    """The process that forks. A context manager; `start` may be called from several threads.
+
+    `given_up` says why it is no longer used, "" while it is.
+    """
 
     def __init__(self) -> None:
         """Raises TemplateError if it does not come up."""
+        self.given_up = ""
         self._channel, theirs = socket.socketpair()
         self._lock = threading.Lock()
         with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "costlab.probes.template", str(theirs.fileno())],
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                start_new_session=True,
-            )
+            try:
+                self._process = subprocess.Popen(
+                    [sys.executable, "-m", "costlab.probes.template", str(theirs.fileno())],
+                    pass_fds=[theirs.fileno()],
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    stderr=subprocess.DEVNULL,
+                    start_new_session=True,
+                )
+            except OSError as error:
+                self._channel.close()
+                raise TemplateError(f"it could not be started: {error}") from error
         self._channel.settimeout(READY_S)
         try:
             said = self._line()
@@ -65,14 +79,16 @@ class Template:
         self.close()
 
     def close(self) -> None:
-        """End the template; groups that run go on."""
+        """End the template and the groups that run."""
         self._channel.close()
         with contextlib.suppress(ProcessLookupError):
             self._process.kill()
         self._process.wait()
 
     def start(self, run_dir: Path, ranks: int, env: dict[str, str]) -> Group:
-        """Fork a group; raises TemplateError if the template is gone."""
+        """Fork a group; raises TemplateError if the template is gone or was given up."""
+        if self.given_up:
+            raise TemplateError(self.given_up)
         stdin, our_stdin = os.pipe()
         our_output, output = os.pipe()
         our_status, status = os.pipe()
@@ -85,7 +101,9 @@ class Template:
         except (OSError, ValueError, TemplateError) as error:
             for descriptor in (our_stdin, our_output, our_status):
                 os.close(descriptor)
-            raise TemplateError(f"the template is gone: {error}") from error
+            self.given_up = f"the template is gone: {error}"
+            self._channel.close()  # a late answer must not be taken for that to another request
+            raise TemplateError(self.given_up) from error
         finally:
             for descriptor in (stdin, output, status):
                 os.close(descriptor)
@@ -140,17 +158,87 @@ class Group:
 
 
 class WarmLauncher(Launcher):
-    """A launcher whose ranks are forked; by torchrun where the template has gone or the run spans hosts."""
+    """A launcher whose ranks are forked; by torchrun where the template has gone or the run spans hosts.
 
-    def __init__(self, template: Template, spec: RunSpec, run_dir: Path) -> None:
+    `note` is told once, in a sentence, when the template is given up. What the ranks of a failed fork left is kept
+    beside the run's directory, under its name with "-forked".
+    """
+
+    def __init__(
+        self, template: Template, spec: RunSpec, run_dir: Path, *, note: Callable[[str], None] = lambda _: None
+    ) -> None:
         super().__init__(spec, run_dir)
         self.template = template
+        self.note = note
+        self._forked = False
+        self._second: Launcher | None = None
+
+    def cancel(self) -> None:
+        """Ask the run to end, whichever start of it is under way. Thread-safe."""
+        super().cancel()
+        if self._second is not None:
+            self._second.cancel()
+
+    def run(self, on_event: Callable[[AnyEvent], None]) -> Manifest:
+        """Run to the end; once more by torchrun where the forked ranks failed before they had measured a step."""
+        measured, last = False, None
+
+        def told(event: AnyEvent) -> None:
+            nonlocal measured, last
+            measured = measured or (isinstance(event, StepEvent) and event.role == "timed")
+            if isinstance(event, Finished) and event.rank < 0:
+                last = event  # whether it is the run's end is not known yet
+            else:
+                on_event(event)
+
+        manifest = super().run(told)
+        failure = manifest.failure
+        if not self._forked or measured or failure is None or _same_without_fork(failure):
+            if last is not None:
+                on_event(last)
+            return manifest
+        self._give_up(f"a forked leg ended before its first measured step ({one_line(failure.message, 160)})")
+        on_event(Log(t=time.time(), level="warning", text="the forked ranks failed: started again by torchrun"))
+        return self._again(on_event)
+
+    def _again(self, on_event: Callable[[AnyEvent], None]) -> Manifest:
+        """The same run by torchrun, in the same directory."""
+        try:
+            self.run_dir.rename(_free(self.run_dir))
+        except OSError as error:
+            raise LaunchError(f"cannot move {self.run_dir} aside: {error.strerror}") from error
+        self._second = Launcher(self.spec, self.run_dir, grace_s=self.grace_s)
+        if self._cancel.is_set():  # it was asked for before there was a second one to ask
+            self._second.cancel()
+        return self._second.run(on_event)
+
+    def _give_up(self, reason: str) -> None:
+        self.template.given_up = reason
+        self.note(f"{reason}: it and the legs after it were started by torchrun")
 
     def _spawn(self) -> subprocess.Popen[bytes]:
-        if self.spec.nnodes > 1:
+        if self.spec.nnodes > 1 or self.template.given_up:
             return super()._spawn()
         try:
             group = self.template.start(self.run_dir.resolve(), self.ranks, self._environment())
-        except TemplateError:
+        except TemplateError as error:
+            self._give_up(f"a leg could not be forked ({error})")
             return super()._spawn()
+        self._forked = True
         return group  # type: ignore[return-value]
+
+
+def _same_without_fork(failure: FailureInfo) -> bool:
+    """Whether a failure is a result, worth no second start: too little memory, or options that do not go together.
+
+    An option that is refused at check-in may be the device, which a fork can lose.
+    """
+    return failure.kind == "out-of-memory" or (failure.kind == "spec" and failure.phase != "check-in")
+
+
+def _free(run_dir: Path) -> Path:
+    """Where the leavings of a forked run go."""
+    path, tries = run_dir.with_name(f"{run_dir.name}-forked"), 2
+    while path.exists():
+        path, tries = run_dir.with_name(f"{run_dir.name}-forked-{tries}"), tries + 1
+    return path

@@ -44,6 +44,7 @@ from costlab.probes.records import (
     StepRow,
     WorkloadFacts,
 )
+from costlab.probes.schedule_choice import ScheduleChoice
 from costlab.probes.session import Voice, die_with_launcher, loopback_interface, rank_dir
 from costlab.probes.spec import RunSpec
 from costlab.probes.tables import write_bytes, write_rows
@@ -84,6 +85,7 @@ class RankRun:
     compile_rows: list[CompileRow] = field(default_factory=list)
     fusion: FusionTrace | None = None
     clocks: list[ClockReading] = field(default_factory=list)
+    schedules: list[ScheduleChoice] = field(default_factory=list)
     started: float = field(default_factory=time.monotonic)
 
     @property
@@ -230,7 +232,13 @@ def write_facts(run: RankRun) -> None:
     """Rank 0 tells the launcher what machine and workload this is."""
     if run.rank == 0:
         known = run.facts if run.facts.name else None
-        facts = Facts(environment=run.environment, workload=known, ranks=run.world, clocks=run.clocks)
+        facts = Facts(
+            environment=run.environment,
+            workload=known,
+            ranks=run.world,
+            clocks=run.clocks,
+            schedules=run.schedules,
+        )
         write_bytes(run.run_dir / FACTS_FILE, msgspec.json.encode(facts))
 
 
@@ -270,6 +278,7 @@ def build(run: RankRun) -> Trainer:
         optimizer = make_optimizer(wrapped, spec, run.device)
     for note in wrapped.notes if run.rank == 0 else ():
         run.voice.log(note)
+    run.schedules = wrapped.schedules
     run.facts.expected_comm_bytes = wrapped.expected_bytes
     run.facts.expected_comm_formula = wrapped.formula
     write_facts(run)

@@ -122,7 +122,7 @@ def error_bound(choice: Choice, low: int = 0, high: int = 0) -> float:
     """The guaranteed error of a codec before rounding to the original dtype.
 
     FP8, INT8, INT4: of the block's largest magnitude (DELTA4: of the difference's, SQRT_FP8: of the root's);
-    BF16: of the value; LOG8: of the power of two below the value.
+    BF16: of the value; LOG8: of the value, or of 2**-126 where it is less.
     """
     slack = 2.0**-20
     by_codec = {

@@ -71,6 +71,14 @@ def chunk_start(offset: int, number: int) -> int:
     return max(0, number * CHUNK - offset % CHUNK)
 
 
+def chunk_seeds(seed: bytes, first: int, count: int) -> list[int]:
+    """What the CRCs of chunks from number `first` start from: the CRC32C of `seed` and the number."""
+    import google_crc32c
+
+    value = google_crc32c.value
+    return [value(seed + number.to_bytes(4, "little")) for number in range(first, first + count)]
+
+
 def chunk_crcs(seed: bytes, data: NDArray[np.uint8], offset: int, first: int = 0) -> list[int]:
     """CRC32C of the chunks of contiguous `data`, which lies at `offset` in the file; `first` is its first
     chunk's number.
@@ -79,7 +87,7 @@ def chunk_crcs(seed: bytes, data: NDArray[np.uint8], offset: int, first: int = 0
     pass.
     """
     cuts = [chunk_start(offset, number) for number in range(chunk_count(offset, data.size))]
-    seeds = [of_bytes(seed + (first + number).to_bytes(4, "little")) for number in range(len(cuts))]
+    seeds = chunk_seeds(seed, first, len(cuts))
     spans = zip(seeds, cuts, [*cuts, data.size][1:], strict=True)
     function = _library()
     if function is None:

@@ -93,15 +93,10 @@ def check(rows: list[tuple[int, int, int, int]], device: torch.device) -> torch.
     A row is a chunk: its address (a multiple of 4), its words of 4 bytes (at least one), the CRC32C that it continues
     and the CRC32C after it.
     """
-    table = torch.tensor(
-        [(address, words, _signed(~start), _signed(~end)) for address, words, start, end in rows], dtype=torch.int64
-    )
+    numbers = np.array(rows, dtype=np.int64)
+    # Both CRCs as states, that is inverted, and as signed numbers.
+    numbers[:, 2:] = (~numbers[:, 2:]).astype(np.int32)
+    table = torch.from_numpy(numbers)
     wrong = torch.empty(len(rows), dtype=torch.int32, device=device)
     _crc_kernel[(len(rows),)](table.to(device), wrong, _advances_on(device), L=LANES, num_warps=4)
     return wrong
-
-
-def _signed(value: int) -> int:
-    """The low 32 bits as a signed number."""
-    value &= 0xFFFFFFFF
-    return value - (value >> 31 << 32)

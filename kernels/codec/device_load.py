@@ -1,30 +1,35 @@
-"""From page cache or disk to the GPU: several threads read into pinned buffers, each copying on its own stream.
+"""From page cache or disk to the GPU: threads read into pinned buffers, the calling thread sends them.
 
 The pages of a mapped file aren't pinned, so the driver would copy them through a small buffer of its own. Here the
 bytes are read into pinned buffers that stay warm, at the speed of several threads together; the copies overlap the
-reads. Checksums are computed on the GPU from the bytes as they arrived there (see `device_crc`), while later ones are
-read; where that can't be done, by the threads from what they read. Either way the load ends only when all are right.
+reads. The readers do nothing but read, because what Python does in many threads at once takes turns. Checksums are
+computed on the GPU from the bytes as they arrived there (see `device_crc`), while later ones are read; where that
+can't be done, by the readers. Either way the load ends only when all are right.
 """
 
 from __future__ import annotations
 
 import os
-import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from itertools import cycle
 from queue import SimpleQueue
+from typing import TYPE_CHECKING
 
 import torch
 
-from costlab.kernels.codec import crc, device_crc
+from costlab.kernels.codec import crc, device_crc, triton_tiles
 from costlab.kernels.codec.container import Container
-from costlab.kernels.codec.errors import CheckpointError
 from costlab.kernels.codec.files import readable
 from costlab.kernels.codec.layout import PAGE, Entry
+from costlab.kernels.codec.snapshot import Table, copy_rows
 
-PIECE = 8 << 20
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+PIECE = 12 << 20
 SMALL = 256 << 10
 BATCH = 512 << 20
 
@@ -47,6 +52,7 @@ class _Piece:
     length: int
     targets: list[tuple[torch.Tensor, int]]
     batch: int
+    arrived_at: int = 0
     check: list[tuple[Entry, int, int, int]] = field(default_factory=list)
 
 
@@ -56,8 +62,8 @@ def default_threads() -> int:
 
 
 def buffer_bytes() -> int:
-    """Size of a reader's buffer: a piece, and a quarter so that no small rest is left of an extent."""
-    return PIECE + PIECE // 4
+    """Size of a reader's buffer: a piece, and a third so that no small rest is left of an extent."""
+    return PIECE + PIECE // 3
 
 
 def cut(entry: Entry) -> list[tuple[int, int]]:
@@ -72,39 +78,45 @@ def cut(entry: Entry) -> list[tuple[int, int]]:
 
 
 class DeviceLoader:
-    """Reader threads with two pinned buffers of 10 MiB each; keep one for several loads. Raises `CheckpointError`."""
+    """Reader threads and pinned buffers of 16 MiB, two a reader; keep one for several loads. One load at a time.
+
+    Raises `CheckpointError`.
+    """
 
     def __init__(self, device: torch.device, threads: int | None = None, verify: bool = True) -> None:
         index = torch.cuda.current_device() if device.index is None else device.index
         self.device, self.verify = torch.device("cuda", index), verify
         self.threads = threads or default_threads()
         self._executor = ThreadPoolExecutor(self.threads, thread_name_prefix="checkpoint-load")
-        self._local = threading.local()
-        self._streams: list[torch.cuda.Stream] = []
-        self._checking: torch.cuda.Stream | None = None
+        self._copying, self._checking = torch.cuda.Stream(self.device), torch.cuda.Stream(self.device)
+        self._free: SimpleQueue[_Buffer] = SimpleQueue()
+        for _ in range(2 * self.threads):
+            memory = torch.empty(buffer_bytes(), dtype=torch.uint8, pin_memory=True)
+            self._free.put(_Buffer(memory, memory.numpy(), torch.cuda.Event()))
 
     def load(self, jobs: Iterable[Job]) -> None:
         """Fill all targets; they are complete and checked when this returns. Reading begins with the first job."""
         feed: SimpleQueue[_Piece | None] = SimpleQueue()
-        done: SimpleQueue[tuple[int, int]] = SimpleQueue()
-        ready = torch.cuda.Event()
-        ready.record(torch.cuda.current_stream(self.device))
-        work = [self._executor.submit(self._drain, feed, done, ready) for _ in range(self.threads)]
+        filled: SimpleQueue[_Filled] = SimpleQueue()
+        for stream in (self._copying, self._checking):
+            stream.wait_stream(torch.cuda.current_stream(self.device))
+        work = [self._executor.submit(self._read, feed, filled) for _ in range(self.threads)]
         batches = _Batches(self._on_device)
+        transfer = _Transfer(self, batches)
         try:
             for piece in batches.pieces(jobs):
                 feed.put(piece)
+                transfer.fed += 1
+                while not filled.empty():
+                    transfer.send(filled.get())
         finally:
+            batches.complete = True
             for _ in work:
                 feed.put(None)
-        wrong = [(rows, self._check(rows)) for rows in self._complete(batches, done) if rows]
-        errors = [error for future in work if (error := future.exception())]
-        if errors:
-            raise errors[0]
-        if self._checking is not None:
-            self._checking.synchronize()
-        for rows, flags in wrong:
-            _raise_for(rows, flags)
+            while transfer.sent < transfer.fed:
+                transfer.send_next(filled)
+            transfer.finish()
+        transfer.raise_errors()
 
     def close(self) -> None:
         """End the threads."""
@@ -115,103 +127,170 @@ class DeviceLoader:
         fits = job.target.data_ptr() % 4 == 0 and job.entry.length % 4 == 0
         return self.verify and fits and device_crc.usable(job.target.device)
 
-    def _complete(self, batches: _Batches, done: SimpleQueue[tuple[int, int]]) -> Iterator[list[Row]]:
-        """Each batch's rows when all its bytes are enqueued; ends early when a reader failed."""
-        left = list(batches.lengths)
-        for number, jobs in enumerate(batches.jobs):
-            rows = [row for job in jobs for row in _rows(job)]
-            while left[number] > 0:
-                batch, length = done.get()
-                if batch < 0:
-                    return
-                left[batch] -= length
-            yield rows
+    def _read(self, feed: SimpleQueue[_Piece | None], filled: SimpleQueue[_Filled]) -> None:
+        while (piece := feed.get()) is not None:
+            buffer = self._free.get()
+            error: BaseException | None = None
+            try:
+                self._read_piece(piece, buffer)
+            except BaseException as problem:
+                error = problem
+            filled.put((piece, buffer, error))
 
-    def _check(self, rows: list[Row]) -> torch.Tensor:
-        """Checksums of chunks whose copies are enqueued on the readers' streams; enqueued too."""
-        if self._checking is None:
-            self._checking = torch.cuda.Stream(self.device)
-        for stream in list(self._streams):
-            self._checking.wait_stream(stream)
-        with torch.cuda.stream(self._checking):
-            return device_crc.check([row.numbers for row in rows], rows[0].device)
-
-    def _resources(self) -> tuple[torch.cuda.Stream, list[tuple[torch.Tensor, torch.cuda.Event]]]:
-        """This thread's stream and pinned buffers, made at its first piece."""
-        if not hasattr(self._local, "resources"):
-            torch.cuda.set_device(self.device)
-            size = buffer_bytes()
-            buffers = [(torch.empty(size, dtype=torch.uint8, pin_memory=True), torch.cuda.Event()) for _ in range(2)]
-            self._local.resources = torch.cuda.Stream(self.device), buffers
-            self._streams.append(self._local.resources[0])
-        found: tuple[torch.cuda.Stream, list[tuple[torch.Tensor, torch.cuda.Event]]] = self._local.resources
-        return found
-
-    def _drain(
-        self, feed: SimpleQueue[_Piece | None], done: SimpleQueue[tuple[int, int]], ready: torch.cuda.Event
-    ) -> None:
-        try:
-            stream, buffers = self._resources()
-            stream.wait_event(ready)
-            with torch.cuda.stream(stream):
-                for buffer, copied in cycle(buffers):
-                    piece = feed.get()
-                    if piece is None:
-                        break
-                    copied.synchronize()
-                    self._move(piece, buffer)
-                    copied.record(stream)
-                    done.put((piece.batch, piece.length))
-            stream.synchronize()
-        except BaseException:
-            done.put((-1, 0))
-            raise
-
-    def _move(self, piece: _Piece, buffer: torch.Tensor) -> None:
-        data = buffer.numpy()[: piece.length]
+    def _read_piece(self, piece: _Piece, buffer: _Buffer) -> None:
+        data = buffer.array[: piece.length]
         with readable(f"reading {piece.container.path}"):
             piece.container._pread_into(piece.offset, data)
-        if self.verify:
-            for entry, start, first, last in piece.check:
-                at = entry.offset + start
-                number = at // crc.CHUNK - entry.offset // crc.CHUNK
-                crcs = crc.chunk_crcs(entry.seed(), data[first:last], at, number)
-                piece.container.compare(entry, crcs, number)
-        for target, at in piece.targets:
-            target.copy_(buffer[at : at + target.numel()], non_blocking=True)
+        for entry, start, first, last in piece.check if self.verify else ():
+            at = entry.offset + start
+            number = at // crc.CHUNK - entry.offset // crc.CHUNK
+            crcs = crc.chunk_crcs(entry.seed(), data[first:last], at, number)
+            piece.container.compare(entry, crcs, number)
 
 
 @dataclass(slots=True)
-class Row:
-    """One chunk to be checked on the GPU, and how to say that it is wrong."""
+class _Buffer:
+    """Pinned memory as a tensor and as an array, and the event of the last copy from it."""
 
-    numbers: tuple[int, int, int, int]
-    job: Job
-    chunk: int
-
-    @property
-    def device(self) -> torch.device:
-        """Where its bytes are."""
-        return self.job.target.device
+    memory: torch.Tensor
+    array: NDArray[np.uint8]
+    copied: torch.cuda.Event
 
 
-def _rows(job: Job) -> Iterator[Row]:
-    entry, address, seed = job.entry, job.target.data_ptr(), job.entry.seed()
-    for chunk, stored in enumerate(entry.crcs):
-        start = crc.chunk_start(entry.offset, chunk)
-        end = min(crc.chunk_start(entry.offset, chunk + 1), entry.length)
-        before = crc.of_bytes(seed + chunk.to_bytes(4, "little"))
-        yield Row((address + start, (end - start) // 4, before, stored), job, chunk)
+_Filled = tuple[_Piece, _Buffer, BaseException | None]
 
 
-def _raise_for(rows: list[Row], wrong: torch.Tensor) -> None:
-    """`CheckpointError` for the first chunk that is wrong, with tensor name and offset."""
-    for index in wrong.cpu().nonzero().view(-1).tolist():
-        row = rows[index]
-        # Whatever the chunk's checksum is, it isn't the stored one.
-        row.job.container.compare(row.job.entry, [row.job.entry.crcs[row.chunk] ^ 1], row.chunk)
-    if bool(wrong.any()):
-        raise CheckpointError("checksums are wrong")
+class _Transfer:
+    """The calling thread's side of a load: copies what the readers filled, gives buffers back, starts the checks."""
+
+    def __init__(self, loader: DeviceLoader, batches: _Batches) -> None:
+        self.fed = self.sent = 0
+        self._loader, self._batches = loader, batches
+        self._under_way: deque[_Buffer] = deque()
+        self._errors: list[BaseException] = []
+        self._arrived: list[int] = []
+        self._spread: list[list[_Piece]] = []
+        self._held: dict[int, list[torch.Tensor]] = {}
+        self._checked = 0
+        self._flags: list[tuple[list[Job], torch.Tensor]] = []
+
+    def send_next(self, filled: SimpleQueue[_Filled]) -> None:
+        """Send one piece, or make a buffer free where the readers may be waiting for one."""
+        if filled.empty() and self._under_way:
+            self._recycle(wait=True)
+        else:
+            self.send(filled.get())
+
+    def send(self, found: _Filled) -> None:
+        """Enqueue the copies of a filled buffer."""
+        piece, buffer, error = found
+        self.sent += 1
+        if error is not None or self._errors:
+            self._errors += [] if error is None else [error]
+            self._loader._free.put(buffer)
+            return
+        with torch.cuda.stream(self._loader._copying):
+            if len(piece.targets) > 1 and device_crc.usable(piece.targets[0][0].device):
+                self._copy_together(piece, buffer)
+            else:
+                for target, at in piece.targets:
+                    target.copy_(buffer.memory[at : at + target.numel()], non_blocking=True)
+            buffer.copied.record(self._loader._copying)
+        self._under_way.append(buffer)
+        self._note(piece)
+        self._recycle()
+
+    def _copy_together(self, piece: _Piece, buffer: _Buffer) -> None:
+        """Small targets: one copy to the device now; there a kernel spreads a whole batch of them."""
+        device = piece.targets[0][0].device
+        together = torch.empty(piece.length, dtype=torch.uint8, device=device)
+        together.copy_(buffer.memory[: piece.length], non_blocking=True)
+        self._held.setdefault(piece.batch, []).append(together)
+        piece.arrived_at = together.data_ptr()
+
+    def _recycle(self, wait: bool = False) -> None:
+        while self._under_way and (wait or self._under_way[0].copied.query()):
+            buffer = self._under_way.popleft()
+            if wait:
+                buffer.copied.synchronize()
+                wait = False
+            self._loader._free.put(buffer)
+
+    def _note(self, piece: _Piece) -> None:
+        while len(self._arrived) <= piece.batch:
+            self._arrived.append(0)
+            self._spread.append([])
+        self._arrived[piece.batch] += piece.length
+        if piece.arrived_at:
+            self._spread[piece.batch].append(piece)
+        self._check_whole_batches()
+
+    def _check_whole_batches(self) -> None:
+        """Start the checks of batches that no more pieces will be added to and that are there."""
+        lengths = self._batches.lengths
+        known = len(lengths) if self._batches.complete else len(lengths) - 1
+        while self._checked < min(known, len(self._arrived)) and self._arrived[self._checked] == lengths[self._checked]:
+            self._check(self._checked)
+            self._checked += 1
+
+    def _check(self, batch: int) -> None:
+        jobs, pieces = self._batches.jobs[batch], self._spread[batch]
+        self._loader._checking.wait_stream(self._loader._copying)
+        with torch.cuda.stream(self._loader._checking):
+            _spread(pieces)
+            for together in self._held.pop(batch, ()):
+                if together.is_cuda:
+                    together.record_stream(self._loader._checking)
+            rows = [row for job in jobs for row in _rows(job)]
+            if rows:
+                self._flags.append((jobs, device_crc.check(rows, jobs[0].target.device)))
+
+    def finish(self) -> None:
+        """Wait for the device; all buffers are free again."""
+        if not self._errors:
+            self._check_whole_batches()
+        for stream in (self._loader._copying, self._loader._checking):
+            stream.synchronize()
+        while self._under_way:
+            self._loader._free.put(self._under_way.popleft())
+
+    def raise_errors(self) -> None:
+        """The first error of a reader, or `CheckpointError` for the first chunk that is wrong."""
+        if self._errors:
+            raise self._errors[0]
+        for jobs, flags in self._flags:
+            wrong = flags.cpu().nonzero().view(-1).tolist()
+            chunks = [(job, chunk) for job in jobs for chunk in range(len(job.entry.crcs))] if wrong else []
+            for job, chunk in (chunks[index] for index in wrong):
+                # Whatever the chunk's checksum is, it isn't the stored one.
+                job.container.compare(job.entry, [job.entry.crcs[chunk] ^ 1], chunk)
+
+
+def _spread(pieces: list[_Piece]) -> None:
+    """Copy small extents from where they arrived to their targets."""
+    tables: dict[tuple[object, ...], Table] = {}
+    if not pieces:
+        return
+    base = pieces[0].targets[0][0]
+    for piece in pieces:
+        for target, at in piece.targets:
+            copy_rows(tables, piece.arrived_at + at, target.data_ptr() - base.data_ptr(), target.numel())
+    for (_, word), table in tables.items():
+        assert isinstance(word, int)
+        triton_tiles.copy_many(*table.upload(base.device), base, word)
+
+
+def _rows(job: Job) -> list[tuple[int, int, int, int]]:
+    """The job's chunks as `device_crc.check` takes them."""
+    entry, address = job.entry, job.target.data_ptr()
+    count = len(entry.crcs)
+    starts = [crc.chunk_start(entry.offset, chunk) for chunk in range(count)]
+    ends = [*starts[1:], entry.length]
+    seeds = crc.chunk_seeds(entry.seed(), 0, count)
+    return [
+        (address + start, (end - start) // 4, seed, stored)
+        for start, end, seed, stored in zip(starts, ends, seeds, entry.crcs, strict=True)
+    ]
 
 
 class _Batches:
@@ -219,6 +298,7 @@ class _Batches:
 
     def __init__(self, on_device: Callable[[Job], bool]) -> None:
         self._on_device = on_device
+        self.complete = False
         self.jobs: list[list[Job]] = [[]]
         self.lengths = [0]
 

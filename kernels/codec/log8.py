@@ -7,8 +7,12 @@ interpolated linearly inside a binade. The codec quantises that integer uniforml
 the same codes; a library log2 would not.
 
 Encode: `code = 1 + rint(fp32(bits - low) * (254 / fp32(high - low)))`, every operation rounded to nearest.
-Fit for values in [0, inf); a tensor with others is kept raw. Relative error of a normal value: at most
-((high - low) / 508 + 1) / 2**23 of the power of two below it. Size: 8 b a value.
+Fit for values in [0, inf); a tensor with others is kept raw. Size: 8 b a value.
+
+Error: a pattern is off by at most half a step, (high - low) / 508, by the coder's four fp32 roundings of 2**-24 of the
+range each, and by 1/2 for the decoded pattern's own rounding; `bound` is that over 2**23, at most 0.51. Patterns that
+far apart are values that differ by at most `bound` of the encoded value, whichever of them is larger and also across a
+power of two; a subnormal value differs by at most `bound` of the least normal one, 2**-126.
 """
 
 from __future__ import annotations
@@ -79,5 +83,5 @@ def decode(codes: torch.Tensor, low: int, high: int, dtype: torch.dtype) -> torc
 
 
 def bound(low: int, high: int) -> float:
-    """Largest relative error of a normal value in this range."""
-    return ((high - low) / 508 + 1) / 2**23
+    """Largest error of a value in this range before rounding to its dtype, of the value or of 2**-126 if it is less."""
+    return ((high - low) * (1 / 508 + 2**-22) + 1) / 2**23

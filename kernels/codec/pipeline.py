@@ -284,11 +284,13 @@ class AsyncCheckpointer:
             marks.append(("gate", time.perf_counter()))
             plan = self._plan(parts, pending)
             marks.append(("plan", time.perf_counter()))
-        except CheckpointError as problem:
+        except Exception as problem:  # also a device without memory left to code in: the other ranks must not wait
             report_failure(site, problem)
             if self.replica is not None:
                 self._coordinator.submit(self.replica.decline, site.directory.name, self.replica.source_name)
-            raise
+            if isinstance(problem, CheckpointError):
+                raise
+            raise CheckpointError(f"planning {site.directory}: {type(problem).__name__}: {problem}") from problem
         base = pending.previous.directory if pending.previous is not None else None
         measured = None if error is None else error.worst
         return self._begin(marks, replace(site, base=base, update_error=measured, preset=policy.name), plan, pending)

@@ -8,7 +8,7 @@ are on the host; `choose_direct` says how much of a plan is copied straight to t
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 
@@ -58,7 +58,7 @@ def counters_of(plan: Plan, device: torch.device) -> torch.Tensor:
 
 
 @dataclass(slots=True)
-class _Table:
+class Table:
     """Rows for one kernel and how many programs each row has."""
 
     rows: list[Row] = field(default_factory=list)
@@ -113,7 +113,7 @@ class DeviceCopy:
         ]  # fmt: skip
 
     def _tables(self) -> list[Callable[[torch.Tensor, torch.Tensor], None]]:
-        tables: dict[tuple[object, ...], _Table] = {}
+        tables: dict[tuple[object, ...], Table] = {}
         host, at_host = {id(item) for item in self._on_host()}, 0
         for item, at in self._placed():
             address = item.source.data_ptr()
@@ -126,28 +126,29 @@ class DeviceCopy:
                 self._singles.append((item, at))
                 continue
             if item.way is Way.RAW:
-                _copy_rows(tables, address, at, min(length, self.length - at))
+                copy_rows(tables, address, at, min(length, self.length - at))
             elif not self._coded_row(tables, item, at):
                 self._singles.append((item, at))
         return [_launch(key, *table.upload(self.device)) for key, table in tables.items()]
 
-    def _coded_row(self, tables: dict[tuple[object, ...], _Table], item: Item, at: int) -> bool:
+    def _coded_row(self, tables: dict[tuple[object, ...], Table], item: Item, at: int) -> bool:
         """Add a coded item to its kernel's table; False where the kernel can't take it."""
         x, counter = item.source, 4 * self._row[id(item)]
         codes, scales, _ = part_offsets(item.entry.parts)
         if item.choice.codec is Codec.LOG8:
             fits = x.data_ptr() % 16 == 0 and x.numel() % 16 == 0
             if fits:
-                table = tables.setdefault(("log8", x.dtype), _Table())
+                table = tables.setdefault(("log8", x.dtype), Table())
                 row = (x.data_ptr(), at, 0, counter, x.numel())
                 table.add(row, -(-x.numel() // triton_tiles.LOG8_VALUES))
             return fits
-        grid, columns = block_grid(item.entry.shape, item.choice.block), triton_tiles.tile_of(x.dtype)
-        if not triton_tiles.even(grid, columns) or x.data_ptr() % 16:
+        grid = block_grid(item.entry.shape, item.choice.block)
+        tile = triton_tiles.encode_tile(grid, x.dtype)
+        if tile is None or x.data_ptr() % 16:
             return False
-        table = tables.setdefault((item.choice.codec.name, x.dtype), _Table())
+        table = tables.setdefault((item.choice.codec.name, x.dtype, tile), Table())
         row = (x.data_ptr(), at + codes, at + scales, counter, grid.cols)
-        table.add(row, grid.rows // 16 * (grid.cols // columns))
+        table.add(row, grid.rows // 16 * (grid.cols // tile[0]))
         return True
 
     def enqueue(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -164,18 +165,19 @@ class DeviceCopy:
         return arena, counters
 
 
-def _copy_rows(tables: dict[tuple[object, ...], _Table], address: int, at: int, length: int) -> None:
+def copy_rows(tables: dict[tuple[object, ...], Table], address: int, at: int, length: int) -> None:
+    """Add a copy of `length` bytes from an address to offset `at`, in 16-byte words as far as both are aligned."""
     wide = length // 16 * 16 if address % 16 == 0 and at % 16 == 0 else 0
     for word, start, end in ((4, 0, wide), (1, wide, length)):
         if end > start:
-            table = tables.setdefault(("copy", word), _Table())
+            table = tables.setdefault(("copy", word), Table())
             table.add((address + start, at + start, end - start), -(-(end - start) // triton_tiles.COPY_BYTES[word]))
 
 
 def _launch(
     key: tuple[object, ...], table: torch.Tensor, owner: torch.Tensor, programs: int
 ) -> Callable[[torch.Tensor, torch.Tensor], None]:
-    kind, what = key
+    kind, what, *tiles = key
     if kind == "copy":
         assert isinstance(what, int)
         return lambda arena, _: triton_tiles.copy_many(table, owner, programs, arena, what)
@@ -184,7 +186,8 @@ def _launch(
     if kind == "log8":
         return lambda arena, counters: triton_tiles.log8_many(like, table, owner, programs, arena, counters)
     fmt: triton_blocks.Format = "e4m3" if kind == Codec.FP8.name else "int8"
-    return lambda arena, counters: triton_tiles.encode_many(like, table, owner, programs, arena, counters, fmt)
+    tile = cast("tuple[int, int]", tiles[0])
+    return lambda arena, counters: triton_tiles.encode_many(like, table, owner, programs, arena, counters, fmt, tile)
 
 
 def put(item: Item, extent: torch.Tensor, counters: torch.Tensor) -> None:

@@ -74,9 +74,9 @@ class Stager:
 
     def _device_copy(self, plan: Plan, device: torch.device) -> DeviceCopy:
         """Take the snapshot; a smaller one, of nothing at worst, when the memory isn't there after all."""
-        if plan.device_copy is None:
-            plan.device_copy = DeviceCopy(plan, device, self._direct(plan, device))
         try:
+            if plan.device_copy is None:
+                plan.device_copy = DeviceCopy(plan, device, self._direct(plan, device))
             self._arena, self._counters = plan.device_copy.enqueue()
         except torch.OutOfMemoryError:
             if self.mode == "device":

@@ -218,8 +218,9 @@ def encode_into(
     """
     from costlab.kernels.codec import triton_tiles
 
-    if triton_tiles.serves(grid, triton_tiles.tile_of(x.dtype), x, codes, scales):
-        triton_tiles.encode_tiles(x, grid, codes, scales, bad_count, fmt)
+    tile = triton_tiles.encode_tile(grid, x.dtype)
+    if tile is not None and triton_tiles.serves(x, codes, scales):
+        triton_tiles.encode_tiles(x, grid, codes, scales, bad_count, fmt, tile)
         return
     where, constants = _launch(grid)
     largest = 448.0 if fmt == "e4m3" else 127.0
@@ -234,9 +235,9 @@ def decode_into(codes: torch.Tensor, scales: torch.Tensor, grid: Grid, out: torc
     """Decode into contiguous `out` [numel] of the original dtype, on the current stream."""
     from costlab.kernels.codec import triton_tiles
 
-    columns = triton_tiles.DECODE_TILE[out.dtype.itemsize][0]
-    if fmt == "e4m3" and triton_tiles.serves(grid, columns, codes, scales, out):
-        triton_tiles.decode_tiles(codes, scales, grid, out)
+    tile = triton_tiles.decode_tile(grid, out.dtype)
+    if fmt == "e4m3" and tile is not None and triton_tiles.serves(codes, scales, out):
+        triton_tiles.decode_tiles(codes, scales, grid, out, tile)
         return
     where, constants = _launch(grid)
     _decode_kernel[where](

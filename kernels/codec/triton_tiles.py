@@ -4,8 +4,8 @@ A table launch replaces hundreds of launches: each program looks up its row of a
 (addresses, sizes) through `owner`, which holds a row number for every program. Three kinds: bytes copied, 16x16
 blocks coded, log2-8-bit.
 
-A program of the block codec holds 16 rows x C columns in registers. Rows are one-dimensional tiles of exactly one
-16-byte load a thread, so that loads, codes and stores share a layout and nothing crosses shared memory. On sm_90
+An encoding program holds 16 rows x C columns in registers. Rows are one-dimensional tiles of one or two 16-byte loads
+a thread, so that loads, codes and stores share a layout and nothing crosses shared memory. On sm_90
 four values are scaled and rounded by one piece of PTX; the result is bit-equal to the definition in `fp8`
 everywhere else too, where plain arithmetic does it.
 """
@@ -15,6 +15,7 @@ everywhere else too, where plain arithmetic does it.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import cache
 
 import torch
@@ -32,9 +33,35 @@ except ImportError:
 
 COPY_BYTES = {4: 32 << 10, 1: 1 << 10}
 LOG8_VALUES = 4096
-# Columns and warps of a tile by bytes a value, from `checkpoint_bench.py --tune` on an H200.
-ENCODE_TILE = {4: (512, 4), 2: (1024, 4)}
-DECODE_TILE = {4: (512, 4), 2: (1024, 4)}
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeTile:
+    """A decoding program: `rows` of a block's 16, and `spans` times `columns` of them. `streaming`: stores pass by L2's
+    most recent lines.
+    """
+
+    columns: int
+    warps: int
+    rows: int = 16
+    spans: int = 1
+    streaming: bool = False
+
+    @property
+    def whole(self) -> int:
+        """Columns of a program."""
+        return self.columns * self.spans
+
+
+# By bytes a value, from `checkpoint_bench.py --tune` on an H200. Encoding: columns and warps.
+ENCODE_TILE = {4: (1024, 4), 2: (512, 2)}
+DECODE_TILE = {
+    4: DecodeTile(columns=1024, warps=8, rows=1, spans=4, streaming=True),
+    2: DecodeTile(columns=1024, warps=4, rows=4, spans=1, streaming=False),
+}
+# For widths that those don't divide, such as 2560 and 11008.
+NARROW_ENCODE_TILE = {4: (256, 1), 2: (512, 2)}
+NARROW_DECODE_TILE = {4: DecodeTile(256, 1), 2: DecodeTile(512, 2)}
 
 
 @cache
@@ -43,9 +70,16 @@ def hopper(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
-def tile_of(dtype: torch.dtype) -> int:
-    """Columns of an encoding tile."""
-    return ENCODE_TILE[dtype.itemsize][0]
+def encode_tile(grid: Grid, dtype: torch.dtype) -> tuple[int, int] | None:
+    """(columns, warps) of the tiles that the grid is coded in; None where no tile divides it."""
+    tiles = (ENCODE_TILE[dtype.itemsize], NARROW_ENCODE_TILE[dtype.itemsize])
+    return next((tile for tile in tiles if even(grid, tile[0])), None)
+
+
+def decode_tile(grid: Grid, dtype: torch.dtype) -> DecodeTile | None:
+    """The tile that the grid is decoded in to `dtype`; None where none divides it."""
+    tiles = (DECODE_TILE[dtype.itemsize], NARROW_DECODE_TILE[dtype.itemsize])
+    return next((tile for tile in tiles if even(grid, tile.whole)), None)
 
 
 def even(grid: Grid, columns: int) -> bool:
@@ -54,9 +88,9 @@ def even(grid: Grid, columns: int) -> bool:
     return (grid.height, grid.width) == (16, 16) and whole and grid.cols * 16 < 1 << 31
 
 
-def serves(grid: Grid, columns: int, *tensors: torch.Tensor) -> bool:
-    """Whether the single-tensor kernels take these: on sm_90, in whole tiles, all starting on 16 bytes."""
-    return hopper(tensors[0].device) and even(grid, columns) and all(t.data_ptr() % 16 == 0 for t in tensors)
+def serves(*tensors: torch.Tensor) -> bool:
+    """Whether the single-tensor kernels take these, where there is a tile: on sm_90, all starting on 16 bytes."""
+    return hopper(tensors[0].device) and all(t.data_ptr() % 16 == 0 for t in tensors)
 
 
 if triton is not None:
@@ -289,53 +323,57 @@ if triton is not None:
         )  # fmt: skip
 
     @triton.jit
-    def _decode_one(codes_ptr, scales_ptr, out_ptr, cols, C: tl.constexpr):
-        """16 rows x C columns; a thread takes 4 (fp32) or 8 (bf16, fp16) codes a row, one 16-byte store."""
+    def _decode_one(
+        codes_ptr, scales_ptr, out_ptr, cols, C: tl.constexpr, ROWS: tl.constexpr, SPANS: tl.constexpr,
+        STREAM: tl.constexpr,
+    ):  # fmt: skip
+        """ROWS rows x SPANS times C columns; a thread takes 4 (fp32) or 8 codes at a time, one 16-byte store."""
         HALF: tl.constexpr = out_ptr.dtype.element_ty != tl.float32
         EACH: tl.constexpr = 8 if HALF else 4
-        per_row = cols // C
-        block_row = tl.program_id(0) // per_row
-        first = (tl.program_id(0) % per_row) * C
-        start = (block_row * 16).to(tl.int64) * cols + first
+        WORDS: tl.constexpr = C * 4 // EACH
+        per_row = cols // (C * SPANS)
+        row = tl.program_id(0) // per_row * ROWS
+        start = row.to(tl.int64) * cols + (tl.program_id(0) % per_row) * (C * SPANS)
+        scale_at = (row // 16).to(tl.int64) * (cols // 16) + (tl.program_id(0) % per_row) * (C * SPANS // 16)
         word = tl.arange(0, C // EACH)
-        at = block_row.to(tl.int64) * (cols // 16) + first // 16 + word * EACH // 16
-        scale = tl.load(scales_ptr + at)
-        for h in tl.static_range(16):
-            if HALF:
-                found = tl.load((codes_ptr + start + h * cols).to(tl.pointer_type(tl.int64)) + word)
-                if out_ptr.dtype.element_ty == tl.bfloat16:
-                    a, b, c, d = _eight_values(found, scale, _BF16_PTX)
+        for span in tl.static_range(SPANS):
+            scale = tl.load(scales_ptr + scale_at + span * (C // 16) + word * EACH // 16)
+            for h in tl.static_range(ROWS):
+                at = start + h * cols + span * C
+                if HALF:
+                    found = tl.load((codes_ptr + at).to(tl.pointer_type(tl.int64)) + word)
+                    if out_ptr.dtype.element_ty == tl.bfloat16:
+                        a, b, c, d = _eight_values(found, scale, _BF16_PTX)
+                    else:
+                        a, b, c, d = _eight_values(found, scale, _F16_PTX)
+                    target = (out_ptr + at).to(tl.pointer_type(tl.int32))
                 else:
-                    a, b, c, d = _eight_values(found, scale, _F16_PTX)
-                target = (out_ptr + start + h * cols).to(tl.pointer_type(tl.int32))
-            else:
-                found = tl.load((codes_ptr + start + h * cols).to(tl.pointer_type(tl.int32)) + word)
-                a, b, c, d = _four_values(found, scale)
-                target = out_ptr + start + h * cols
-            values = tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), (C * 4 // EACH,))
-            tl.store(target + tl.arange(0, C * 4 // EACH), values)
+                    found = tl.load((codes_ptr + at).to(tl.pointer_type(tl.int32)) + word)
+                    a, b, c, d = _four_values(found, scale)
+                    target = out_ptr + at
+                values = tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), (WORDS,))
+                tl.store(target + tl.arange(0, WORDS), values, cache_modifier=STREAM)
 
 
 def encode_tiles(
     x: torch.Tensor, grid: Grid, codes: torch.Tensor, scales: torch.Tensor, bad_count: torch.Tensor, fmt: Format,
-    tile: tuple[int, int] | None = None,
+    tile: tuple[int, int],
 ) -> None:  # fmt: skip
     """As `triton_blocks.encode_into` for a grid that is `even`; `tile` is (columns, warps)."""
-    columns, warps = tile or ENCODE_TILE[x.dtype.itemsize]
+    columns, warps = tile
     _encode_one[(grid.rows // 16 * (grid.cols // columns),)](
         x, codes, scales, bad_count, grid.cols, 448.0 if fmt == "e4m3" else 127.0,
         C=columns, E4M3=fmt == "e4m3", PTX=hopper(x.device), num_warps=warps, enable_fp_fusion=False,
     )  # fmt: skip
 
 
-def decode_tiles(
-    codes: torch.Tensor, scales: torch.Tensor, grid: Grid, out: torch.Tensor, tile: tuple[int, int] | None = None
-) -> None:
-    """E4M3 as `triton_blocks.decode_into` for a grid that is `even`, on sm_90; `tile` is (columns, warps)."""
-    columns, warps = tile or DECODE_TILE[out.dtype.itemsize]
-    _decode_one[(grid.rows // 16 * (grid.cols // columns),)](
-        codes, scales, out, grid.cols, C=columns, num_warps=warps, enable_fp_fusion=False
-    )
+def decode_tiles(codes: torch.Tensor, scales: torch.Tensor, grid: Grid, out: torch.Tensor, tile: DecodeTile) -> None:
+    """E4M3 as `triton_blocks.decode_into` for a grid that is `even`, on sm_90."""
+    programs = grid.rows // tile.rows * (grid.cols // tile.whole)
+    _decode_one[(programs,)](
+        codes, scales, out, grid.cols, C=tile.columns, ROWS=tile.rows, SPANS=tile.spans,
+        STREAM=".cs" if tile.streaming else "", num_warps=tile.warps, enable_fp_fusion=False,
+    )  # fmt: skip
 
 
 def copy_many(table: torch.Tensor, owner: torch.Tensor, programs: int, base: torch.Tensor, word: int) -> None:
@@ -345,10 +383,10 @@ def copy_many(table: torch.Tensor, owner: torch.Tensor, programs: int, base: tor
 
 def encode_many(
     like: torch.Tensor, table: torch.Tensor, owner: torch.Tensor, programs: int, base: torch.Tensor,
-    counters: torch.Tensor, fmt: Format,
+    counters: torch.Tensor, fmt: Format, tile: tuple[int, int],
 ) -> None:  # fmt: skip
     """Code the rows (address, offsets of codes and scales in `base`, counter, columns) of tensors of `like`'s dtype."""
-    columns, warps = ENCODE_TILE[like.dtype.itemsize]
+    columns, warps = tile
     _encode_many[(programs,)](
         like, table, owner, base, counters, 448.0 if fmt == "e4m3" else 127.0,
         C=columns, E4M3=fmt == "e4m3", PTX=hopper(like.device), num_warps=warps, enable_fp_fusion=False,

@@ -7,9 +7,9 @@
 Shapes: gate, up [..., n], weight [m, n], out [..., m]. Dtypes: fp32, bf16, fp16; gate and up share one. Numerics: the
 activation and its derivative in fp32, one rounding per output; tanh(z) is computed as 2 sigmoid(2z) - 1. Only gate and
 up are saved: act(gate) is recomputed in the backward, and `gated_linear` also recomputes y there, for the weight's
-gradient, before the gradient of y is computed: at most two tensors of gate's size exist beside gate and up. Rows may be strided (two halves
-of one projection), columns that are strided are copied. CPU tensors (outside Triton's interpreter) and other dtypes
-take the eager reference.
+gradient, before the gradient of y is computed: at most two tensors of gate's size exist beside gate and up. Rows may
+be strided (two halves of one projection), columns that are strided are copied. CPU tensors (outside Triton's
+interpreter) and other dtypes take the eager reference.
 
 Traffic: forward reads 2 and writes 1 tensor, backward reads 3 and writes 2 (and the forward's once more with y).
 """

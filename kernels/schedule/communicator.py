@@ -115,7 +115,8 @@ class Communicator:
         group: the ranks that reduce; the default group if None.
         layout: ranks of the group (0..N-1) by segment; one segment if None.
         timeout: for a single transfer on the CPU. On a GPU it goes to the groups made here, whose watchdog ends the
-            process; `Handle.synchronize` with a shorter time raises instead.
+            process; `Handle.synchronize` with a shorter time raises instead. The plan `backend` is a call of `group`
+            itself, with that group's time-out.
     """
 
     def __init__(
@@ -194,7 +195,7 @@ class Communicator:
     def abort(self) -> None:
         """Give up: pending and later calls raise ScheduleAborted, here and soon on the peers.
 
-        Where the group's own connections carry the transfers (gloo) the group is aborted with it.
+        Where the group's own connections carry transfers (gloo, and the plan `backend`) the group is aborted with it.
         """
         if self._broken is None:
             self._broken = ScheduleAborted("the communicator was aborted")
@@ -242,7 +243,7 @@ class Communicator:
     # ------------------------------------------------------------------ groups
 
     def _prepare_groups(self, plan: Plan, device: torch.device) -> None:
-        if plan.schedule in SYMMETRIC or (plan.schedule == "backend" and device.type != "cpu"):
+        if plan.schedule in SYMMETRIC:
             self._group("backend", [self._everyone], device)
         for track in tracks(plan):
             self._track_group(track, device)
@@ -335,12 +336,12 @@ class Communicator:
             self._check_open()
 
     def _reduce_flat(self, flat: Tensor, plan: Plan, op: Reduction) -> None:
-        if op == "avg":
+        if op == "avg" and not self._averages(flat, plan):
             flat.mul_(1.0 / self.world_size)
         if plan.schedule in SYMMETRIC:
             self._reduce_symmetric(flat, plan)
         elif plan.schedule == "backend":
-            self._backend(flat)
+            self._backend(flat, op)
         else:
             program = build(plan, self.layout, flat.numel(), self.rank)
             if flat.is_cuda:
@@ -348,16 +349,19 @@ class Communicator:
             else:
                 self._run_cpu(flat, program, plan.schedule)
 
-    def _backend(self, flat: Tensor) -> None:
-        made = self._group("backend", [self._everyone], flat.device) if flat.is_cuda else None
-        self._on_parent = self._on_parent or made is None
-        group = made or self.parent
+    def _averages(self, flat: Tensor, plan: Plan) -> bool:
+        return plan.schedule == "backend" and flat.is_cuda and compat.averages(self.parent, flat.device)
+
+    def _backend(self, flat: Tensor, op: Reduction) -> None:
+        """The parent's own call: a communicator beside it would only cost memory and cold buffers."""
+        self._on_parent = True
         with self._tagged("backend", flat)():
             try:
                 if flat.is_cuda:
-                    compat.all_reduce_call(group)(flat)
+                    own = op if compat.averages(self.parent, flat.device) else "sum"
+                    compat.all_reduce_call(self.parent, own)(flat)
                     return
-                work = dist.all_reduce(flat, group=group, async_op=True)
+                work = dist.all_reduce(flat, group=self.parent, async_op=True)
                 if work is not None:
                     work.wait(self.timeout)
             except RuntimeError as error:
@@ -424,24 +428,27 @@ class Communicator:
         """Keep what runs this call, so that the next one like it costs the host no more than the library's own."""
         if len(self._ready) >= _READY:
             self._ready.clear()
-        work = self._work(flat, plan)
+        averages = op == "avg" and self._averages(flat, plan)
+        work = self._work(flat, plan, "avg" if averages else "sum")
         scale = 1.0 / self.world_size
 
         def scaled(flat: Tensor) -> None:
             flat.mul_(scale)
             work(flat)
 
-        self._ready[_signature(tensor, plan, op)] = work if op == "sum" else scaled
+        self._ready[_signature(tensor, plan, op)] = work if op == "sum" or averages else scaled
 
-    def _work(self, flat: Tensor, plan: Plan) -> Work:
+    def _work(self, flat: Tensor, plan: Plan, op: Reduction) -> Work:
         if self._symmetric is not None and plan.schedule in SYMMETRIC:
             return self._symmetric.work(flat, plan)
-        return compat.all_reduce_call(self._groups.get(f"backend-{flat.device.type}") or self.parent)
+        return compat.all_reduce_call(self.parent, op)
 
     def _repeat(self, work: Work, tensor: Tensor, plan: Plan) -> None:
         if self._broken is not None:
             self._check_open()
-        flat = tensor.detach().view(-1)
+        # the library takes any shape, and a view costs the host a microsecond
+        bare = plan.schedule == "backend" and not tensor.requires_grad
+        flat = tensor if bare else tensor.detach().view(-1)
         try:
             if compat.profiling():
                 with self._tagged(plan.schedule, flat)():

@@ -55,10 +55,15 @@ def all_gather_flat(output: Tensor, source: Tensor, group: ProcessGroup) -> Any:
     return call(output, source, group=group, async_op=True)
 
 
-def all_reduce_call(group: ProcessGroup) -> Callable[[Tensor], None]:
-    """The group's own sum on the current stream, without the argument checks of `dist.all_reduce`."""
+def averages(group: ProcessGroup, device: torch.device) -> bool:
+    """Whether the backend averages by itself, dividing each contribution as it reads it (NCCL does, gloo does not)."""
+    return backend_name(group, device) == "nccl"
+
+
+def all_reduce_call(group: ProcessGroup, op: str = "sum") -> Callable[[Tensor], None]:
+    """The group's own reduction on the current stream, without the argument checks of `dist.all_reduce`."""
     options = dist.AllreduceOptions()
-    options.reduceOp = dist.ReduceOp(dist.ReduceOp.SUM)
+    options.reduceOp = dist.ReduceOp(dist.ReduceOp.AVG if op == "avg" else dist.ReduceOp.SUM)
     if hasattr(options, "asyncOp"):  # a call that its stream waits for needs no stream of its own
         options.asyncOp = False
 
