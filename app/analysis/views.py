@@ -344,7 +344,7 @@ class CollectivesView(View, frozen=True, kw_only=True):
     straggler: str = ""
     curves: list[CurveView] = []
     schedules: list[ScheduleView] = []  # where the run was asked to plan its all-reduce
-    schedules_how: str = ""
+    schedules_how: str = ""  # how they came about
     convention: str = ""
     note: str = ""
 

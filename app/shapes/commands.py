@@ -75,7 +75,7 @@ def _spec(
     from costlab.app.shapes.parse import ShapeProblem, is_sampler, parse_shapes
     from costlab.app.text import plain
     from costlab.probes.shapes_spec import Shape, ShapesSpec
-    from costlab.probes.spec import RunSpec, SpecError, validate
+    from costlab.probes.spec import WORKLOAD_SIZES, RunSpec, SpecError, validate
 
     for name, value, choices in (("dtype", dtype, ("fp32", "bf16")), ("compile", compile, ("block", "model"))):
         if value not in choices:
@@ -83,6 +83,8 @@ def _spec(
     found: tuple[Shape, ...] = ()
     try:
         validate(RunSpec(workload=workload))
+        if size not in WORKLOAD_SIZES.get(workload, (size,)):
+            raise SpecError(f"{workload} has no size '{size}'; there are: {', '.join(WORKLOAD_SIZES[workload])}")
         found = () if is_sampler(shapes) else parse_shapes(shapes)
         if not found and not Path(file := shapes.rpartition(":")[0]).expanduser().is_file():
             raise ShapeProblem(f"no such file: {plain(file)}; give your sampler as path/to/file.py:function")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from costlab.app.text import plain
-from costlab.probes.shapes_spec import Shape
+from costlab.probes.shapes_spec import MOST_SHAPES, Shape
 
 _SHAPE = re.compile(r"(\d{1,7})(?:x(\d{1,7}))?(?:\*(\d{1,9}))?", re.ASCII)
 
@@ -31,6 +31,9 @@ def parse_shapes(text: str) -> tuple[Shape, ...]:
                 " or your sampler as file.py:function"
             )
         found.append(Shape(batch=batch, seq=seq or 0, count=count or 1))
+    different = len({(s.batch, s.seq) for s in found})
+    if different > MOST_SHAPES:
+        raise ShapeProblem(f"{different} different shapes are more than {MOST_SHAPES}: round their lengths")
     return tuple(found)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import subprocess
 import sys
 import tempfile
@@ -21,13 +22,13 @@ from costlab.app.tune.stored import write_tuning
 from costlab.app.whatif.results import WhatIfResult
 from costlab.app.whatif.spec import Variant, WhatIfSpec
 from costlab.kernels.fused.plan import Plan, Policy, write
+from costlab.probes.child import ChildCancelled, ask, last_words
 from costlab.probes.launch import Launcher, LaunchError
 from costlab.probes.records import MissRow
 from costlab.probes.spec import RunSpec, SpecError
 from costlab.probes.tune_records import CacheRow, Scan
 
 SCAN_TIMEOUT_S, NCU_TIMEOUT_S = 300.0, 240.0
-QUIET: dict[str, Any] = {"capture_output": True, "text": True, "check": False, "stdin": subprocess.DEVNULL}
 SHARED = "candidates that share a layer count its time twice: predictions do not add up"
 
 
@@ -76,6 +77,7 @@ class Tuning:
         from costlab.app.analysis.build import build_report
         from costlab.app.store import Run
 
+        check_plan_file(out)
         run = self.profile()
         spec, report = self.spec_of(run), build_report(Run(run))
         self.tell(f"looking at {report.run.title or spec.workload} for places where fused kernels fit")
@@ -98,7 +100,7 @@ class Tuning:
             listed = decide(listed, [], None)
         self.notes.append(SHARED)
         plan = plan_of(listed, found, report.run.title, self.policy, self.notes)
-        write(plan, out)
+        save_plan(plan, out)
         view = self.view(listed, plan, out, result, after, evidence)
         write_tuning(view, run)
         return Tuned(view=view, plan=plan, plan_file=out, run=run, measured=result)
@@ -115,6 +117,8 @@ class Tuning:
         self.tell(f"recording a run to profile: {run_dir.name}")
         launcher = self.launcher(spec, run_dir)
         self._current = launcher
+        if self.cancelled:  # between two things that could be ended
+            launcher.cancel()
         try:
             manifest = launcher.run(lambda _event: None)
         except LaunchError as error:
@@ -147,19 +151,13 @@ class Tuning:
             asked.write_bytes(msgspec.json.encode(spec))
             command = [sys.executable, "-m", "costlab.probes.tune", str(asked), str(answer)]
             try:
-                done = subprocess.run(
-                    command,
-                    capture_output=True,
-                    text=True,
-                    check=False,
-                    timeout=SCAN_TIMEOUT_S,
-                    stdin=subprocess.DEVNULL,
-                )
+                done = ask(command, timeout_s=SCAN_TIMEOUT_S, cancelled=lambda: self.cancelled)
             except subprocess.TimeoutExpired:
                 raise TuneError(f"looking at the model took more than {SCAN_TIMEOUT_S:.0f} s") from None
+            except ChildCancelled:
+                raise TuneError("cancelled while looking at the model: there is no plan yet") from None
             if done.returncode or not answer.is_file():
-                last = (done.stderr.strip().splitlines() or ["it ended without a word"])[-1]
-                raise TuneError(f"the model could not be looked at: {last[:300]}")
+                raise TuneError(f"the model could not be looked at: {last_words(done)[:300]}")
             return msgspec.json.decode(answer.read_bytes(), type=Scan)
 
     def evidence(self, run: Path, report: RunReport, found: Scan, spec: RunSpec) -> Evidence:
@@ -188,7 +186,7 @@ class Tuning:
             return []
         self.tell("counting L2 hits of one replayed step with ncu")
         try:
-            return measure(spec, NCU_TIMEOUT_S)
+            return measure(spec, NCU_TIMEOUT_S, lambda: self.cancelled)
         except CountersUnavailable as reason:
             if self.l2 == "ncu":
                 raise TuneError(f"--l2 ncu: {reason}") from reason
@@ -232,6 +230,8 @@ class Tuning:
         whatif = WhatIfSpec(baseline=first.baseline, variants=variants, legs=self.legs, budget_s=self.budget_s)
         engine = WhatIf(whatif, directory, launcher=self.launcher)
         self._current = engine
+        if self.cancelled:
+            engine.cancel()
         narrator = WhatIfNarrator(sys.stderr, quiet=self.tell is not print and not sys.stderr.isatty())
         try:
             result = engine.run(narrator.tell)
@@ -268,6 +268,27 @@ class Tuning:
             together_high=change.high if change else None,
             notes=list(self.notes),
         )
+
+
+def check_plan_file(path: Path) -> None:
+    """SpecError where no plan could be written, before minutes are spent on one."""
+    try:
+        folder = path.absolute().parent
+        problem = "it is a folder" if path.is_dir() else "" if folder.is_dir() else "no such folder"
+    except OSError as error:
+        problem = error.strerror or str(error)
+    if not problem and not os.access(folder, os.W_OK):
+        problem = "permission denied"
+    if problem:
+        raise SpecError(f"--out: cannot write {path}: {problem}")
+
+
+def save_plan(plan: Plan, path: Path) -> None:
+    """Write the plan file. Raises TuneError where the disk won't take it."""
+    try:
+        write(plan, path)
+    except OSError as error:
+        raise TuneError(f"cannot write {path}: {error.strerror or error}") from error
 
 
 def _filled(row: dict[Any, Any]) -> dict[str, Any]:

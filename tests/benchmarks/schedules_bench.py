@@ -5,8 +5,8 @@
 Every available plan is timed first; from those curves the planner chooses; choice and library are then timed again in
 turn, so that picking the fastest of noisy samples does not flatter the choice. On a GPU calls follow each other between
 two events, 3 ms of them or two, so that no figure holds the host's time to issue the first one. Also: a DDP step with
-the hook and its gradients against stock, CUDA graphs, and a peer that does not come. NVLink multicast stays off for both
-sides. Without GPUs it runs on gloo at small sizes, to test the script. The file is written after every section; a
+the hook and its gradients against stock, CUDA graphs, and a peer that does not come. NVLink multicast stays off for
+both sides. Without GPUs it runs on gloo at small sizes, to test the script. The file is written after every section; a
 section that fails or hangs is named in it, and the sections after it are run by new processes.
 """
 

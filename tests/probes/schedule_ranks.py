@@ -65,3 +65,13 @@ def refused(rank: int) -> str:
     except SpecError as error:
         return str(error)
     return "no error"
+
+
+def choices(rank: int) -> list[dict[str, Any]]:
+    """What a wrapped model keeps of its choices, before and after a step."""
+    spec = RunSpec(ranks=4, device="cpu", parallel="ddp", compile="none", dtype="fp32", schedule="auto")
+    wrapped = wrap(model(11), ["0", "2"], spec, CPU)
+    before = len(wrapped.schedules)
+    for _ in range(2):
+        wrapped.model(torch.ones(8, 33)).square().mean().backward()
+    return [{**msgspec.to_builtins(c), "before": i < before} for i, c in enumerate(wrapped.schedules)]

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 from math import prod
+from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from costlab.app.sweeps.buckets import busbw, run_buckets
+from costlab.app.topology.calibration import JobFailed
 from costlab.probes.bucket_spec import DDP_BUCKET, LAYOUTS, MIB, BucketResult, BucketSpec, assign, plan, shapes
+from costlab.probes.job import JobLauncher
 from costlab.probes.records import AnyEvent, Progress
+from costlab.probes.spec import RunSpec
 
 
 @given(st.integers(1, 10**8))
@@ -70,6 +76,19 @@ def test_three_ranks_reduce_in_every_layout(job: tuple[BucketResult, list[AnyEve
     assert calls[0] == result.tensors
     assert calls[4 * MIB] == 1
     assert 1 < calls[MIB // 4] <= calls[0]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="has a GPU")
+def test_a_device_that_is_not_there_is_no_reason_to_measure_another() -> None:
+    with pytest.raises(JobFailed, match="--device cuda was asked for, but torch sees 0 CUDA devices"):
+        run_buckets(BucketSpec(elements=1000, seconds=0.05), lambda _: None, ranks=2, device="cuda")
+
+
+@pytest.mark.parametrize("device", ["cpu", "auto", "cuda"])
+def test_ranks_of_a_cpu_job_see_no_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: Any) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    launcher = JobLauncher("m", BucketSpec(), RunSpec(ranks=2, device=device), tmp_path / "run")
+    assert launcher._environment()["CUDA_VISIBLE_DEVICES"] == ("" if device == "cpu" else "0,1")
 
 
 def test_progress_is_told(job: tuple[BucketResult, list[AnyEvent]]) -> None:

@@ -39,6 +39,20 @@ def test_gradients_are_those_of_the_stock_path(four: Any, parallel: str, schedul
         assert any("nothing between hosts" in text for text in said) == (schedule == "hybrid")
 
 
+def test_choices_are_kept_for_measured_sizes_and_for_each_message_of_the_step(four: Any) -> None:
+    parameters = 33 * 64 + 64 + 64 * 64 + 64 + 64 * 17 + 17
+    for rows in four.run(cases.choices, 4):
+        assert [(r["nbytes"], r["used"]) for r in rows if r["before"]] == [
+            (s, False) for s in (64 << 10, 1 << 20, 8 << 20)
+        ]
+        used = [r for r in rows if not r["before"]]
+        assert [(r["nbytes"], r["used"]) for r in used] == [(4 * parameters, True)]
+        for row in rows:
+            assert row["schedule"] in row["seconds"]
+            assert "backend" in row["seconds"]
+            assert (row["asked"], row["ranks"], row["hosts"], row["library"]) == ("auto", 4, 1, "gloo")
+
+
 def test_symmetric_memory_is_refused_on_cpus(four: Any) -> None:
     assert all("needs CUDA tensors" in text for text in four.run(cases.refused, 4))
 

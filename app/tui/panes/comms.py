@@ -116,7 +116,7 @@ library's **own**, both measured before the first step.
     CommsPane #collectives { height: auto; max-height: 55%; min-height: 4; }
     CommsPane #schedules { margin: 1 0 0 1; height: auto; max-height: 4; display: none; }
     CommsPane.-planned #schedules { display: block; }
-    CommsPane #convention { margin: 1 0 0 1; height: auto; max-height: 5; }
+    CommsPane #convention { margin: 1 0 0 1; height: auto; max-height: 7; }
     CommsPane #plot { height: 1fr; max-height: 24; min-height: 10; margin-top: 1; display: none; }
     CommsPane.-plot #plot { display: block; }
     .-short CommsPane #plot { display: none; }

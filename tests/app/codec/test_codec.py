@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import struct
 import subprocess
 import sys
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from costlab.app.codec.render import needs, render
@@ -61,11 +64,43 @@ def test_bad_input_is_one_line_and_code_5(tmp_path: Path) -> None:
         assert done.stderr.startswith("costlab: ") and not done.stdout
 
 
+def test_what_is_no_file_is_one_line_and_code_5(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for path, words in ((tmp_path / "pipe", "neither a file nor a folder"), (tmp_path / ("a" * 300), "too long")):
+        done = costlab(str(path), "--device", "cpu")
+        assert done.returncode == 5 and done.stderr.count("\n") == 1 and words in done.stderr
+
+
+@pytest.mark.parametrize("output", ["absent/table.md", ".", "taken"])
+def test_an_output_that_cannot_be_written_is_told_before_the_work(tmp_path: Path, output: str) -> None:
+    (tmp_path / "taken").write_text("kept")
+    began = time.monotonic()
+    done = costlab("--model", "llama", "--steps", "1000000", "--output", str(tmp_path / output))
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and time.monotonic() - began < 60
+    assert (tmp_path / "taken").read_text() == "kept"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_ends_the_process_and_leaves_no_file(tmp_path: Path, number: signal.Signals) -> None:
+    command = [sys.executable, "-P", "-m", "costlab.app", "codec", "--model", "llama", "--steps", "1000000"]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path)}
+    done = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    until = time.monotonic() + 60
+    while not (children := psutil.Process(done.pid).children(recursive=True)) and time.monotonic() < until:
+        time.sleep(0.05)
+    done.send_signal(number)
+    out, err = done.communicate(timeout=60)
+    assert (done.returncode, out, err) == (4, "", "costlab: cancelled\n")
+    assert children and not psutil.wait_procs(children, timeout=20)[1]
+    assert not list(tmp_path.glob("costlab-*"))
+
+
 @pytest.mark.parametrize(
     "request_",
     [
         CodecRequest(), CodecRequest(path="x", model="llama"), CodecRequest(model="bert"),
         CodecRequest(model="llama:9b"), CodecRequest(model="llama", steps=0), CodecRequest(path="x", limit_mb=-1.0),
+        CodecRequest(path="x", limit_mb=float("nan")), CodecRequest(path="x", limit_mb=float("inf")),
     ],
 )  # fmt: skip
 def test_what_cannot_be_asked(request_: CodecRequest) -> None:

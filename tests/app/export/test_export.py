@@ -149,6 +149,10 @@ def test_large_trees_are_sent_in_batches(run: Run) -> None:
     [
         ([], 2, "give --endpoint"),
         (["--endpoint", "ftp://x"], 3, "no http endpoint"),
+        (["--endpoint", "http://[::1"], 3, "no http endpoint"),
+        (["--endpoint", "http://host:port"], 3, "no http endpoint"),
+        (["--endpoint", "http://a\x1b[31m b"], 3, "is no http endpoint"),
+        (["--endpoint", "http://a b:1"], 3, "no answer from http://a b:1"),
         (["--endpoint", "http://127.0.0.1:9"], 3, "no answer from http://127.0.0.1:9/v1/traces"),
     ],
 )
@@ -167,6 +171,82 @@ def test_a_file_is_not_overwritten_without_being_asked(run: Run, tmp_path: Path)
     assert CliRunner().invoke(app, command).exit_code == 2
     assert CliRunner().invoke(app, [*command, "--force"]).exit_code == 0
     assert file.read_bytes() == first
+
+
+def test_a_file_is_written_whole_or_not_at_all(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(_descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    file = tmp_path / "trace.json"
+    file.write_text("old")
+    monkeypatch.setattr("os.fsync", full)
+    result = CliRunner().invoke(app, ["export", "perfetto", str(run.path), "--output", str(file), "--force"])
+    assert result.exit_code == 2
+    assert "No space left on device" in result.output
+    assert file.read_text() == "old"
+    monkeypatch.undo()
+    result = CliRunner().invoke(app, ["export", "perfetto", str(run.path), "--output", str(tmp_path), "--force"])
+    assert result.exit_code == 2
+    assert "is a folder" in result.output
+
+
+def damaged(path: Path, **values: Any) -> Run:
+    """A run with one span of these values."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    row = {"rank": 0, "trace_id": "0" * 32, "span_id": "1" * 16, "parent_span_id": None, "kind": "layer", "name": "n"}
+    (path / "rank-00000").mkdir(parents=True)
+    pq.write_table(pa.Table.from_pylist([{**row, **values}]), path / "rank-00000" / "spans.parquet")
+    (path / "manifest.json").write_bytes(msgspec.json.encode({"run_id": "x", "created": "", "status": "complete"}))
+    return Run(path)
+
+
+@pytest.mark.parametrize("form", ["perfetto", "otlp"])
+def test_a_span_of_an_unknown_kind_is_bad_input(tmp_path: Path, form: str) -> None:
+    run = damaged(tmp_path / "run", kind="\x1b[31mnonsense")
+    result = CliRunner().invoke(app, ["export", form, str(run.path), "--output", "-"])
+    assert result.exit_code == 5
+    assert "damaged" in result.output
+    assert "\x1b" not in result.output
+
+
+@pytest.mark.parametrize("ms", [float("inf"), -5.0, 1e305, 1e18])
+def test_a_figure_that_no_time_line_holds_does_not_spoil_the_file(tmp_path: Path, ms: float) -> None:
+    run = damaged(tmp_path / "run", ms=ms)
+    (span,) = json.loads(otlp.document(run))["resourceSpans"][0]["scopeSpans"][0]["spans"]
+    assert span["startTimeUnixNano"] == span["endTimeUnixNano"]
+    assert all(a["value"].get("doubleValue", 0.0) is not None for a in span["attributes"])
+    assert json.loads(perfetto.document(run))["traceEvents"]
+
+
+def test_a_name_cannot_command_the_terminal(tmp_path: Path) -> None:
+    name = "a\x9b31m\x1b]0;title\x07\x7f"
+    run = damaged(tmp_path / "run", name=name)
+    for form in ("perfetto", "otlp"):
+        out = CliRunner().invoke(app, ["export", form, str(run.path), "--output", "-"]).stdout
+        assert not any(c in out for c in "\x9b\x1b\x07\x7f")
+        assert json.loads(out)
+        assert json.dumps(name)[1:-1] in json.dumps(json.loads(out))
+
+
+def test_what_was_sent_before_a_collector_gave_up_is_said(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[bytes] = []
+
+    def post(_url: str, body: bytes) -> None:
+        if taken:
+            raise otlp.OtlpError("http://c/v1/traces refused the spans: 503")
+        taken.append(body)
+
+    monkeypatch.setattr(otlp, "_post", post)
+    monkeypatch.setattr(otlp, "requests", lambda run: iter([*batches(run)]))
+    with pytest.raises(otlp.OtlpError, match="503; 500 spans were sent before"):
+        otlp.send(run, "http://c")
+
+
+def batches(run: Run) -> list[dict[str, Any]]:
+    placed = layout.place(layout.spans_of(run), layout.began(run))
+    return [{"resourceSpans": otlp._resources(run, placed[i : i + 500])} for i in (0, 500)]
 
 
 def test_a_run_without_spans_says_so(tmp_path: Path) -> None:

@@ -90,6 +90,8 @@ def test_markdown_escapes_the_files_name(tmp_path: Path) -> None:
         (["-s", "banana"], 2, "is not a size"),
         (["-s", "0"], 2, "--size must be"),
         (["-n", "70000000"], 2, "--ranks must be"),
+        (["--per-host", "900000000"], 2, "at most 65,536 ranks"),
+        (["--network", "1e12"], 2, "below 1e9"),
         (["--slow", "9:0.5"], 2, "hosts are 0 to"),
         (["--slow", "half"], 2, "HOST:FRACTION"),
         (["--network", "0"], 2, "--network must be above zero"),

@@ -109,6 +109,9 @@ def test_a_guard_from_a_strangers_model_is_escaped() -> None:
         (["-s", "4x8", "--dtype", "fp8"], "choose from fp32, bf16"),
         (["-s", "4x8", "--steps", "0"], "above zero"),
         (["-s", "4x8", "-w", "bert"], "no workload 'bert'"),
+        (["-s", "4x8", "--size", "huge"], "llama has no size 'huge'"),
+        (["-s", ",".join(f"{n}x8" for n in range(1, 66))], "65 different shapes"),
+        (["-s", "4x8,\x1b[31m9"], "'9' is no shape"),
         (["-s", "no/such/sampler.py:pairs"], "no such file: no/such/sampler.py"),
     ],
 )

@@ -92,6 +92,8 @@ def test_the_last_sweep_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     [
         (["--gradients", "lots"], "--gradients 'lots'"),
         (["--gradients", "10"], "from 1K to 100B"),
+        (["--gradients", "9" * 5000], "from 1K to 100B"),
+        (["--gradients", "\x1b[31mM"], "--gradients 'M'"),
         (["--bucket", "x"], "--bucket 'x'"),
         (["--bucket", "-1"], "--bucket '-1'"),
         (["--dtype", "int7"], "no dtype 'int7'"),

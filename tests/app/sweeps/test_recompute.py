@@ -115,6 +115,8 @@ def test_the_command_says_what_is_wrong_in_one_line() -> None:
     assert code == 2 and error.strip().splitlines()[-1].startswith("costlab: --recompute: 'half'")
     assert costlab("--rounds", "0")[0] == 2
     assert costlab("--format", "xml")[0] == 2
+    code, error = costlab("--output", "/no/such/folder/sweep.md")
+    assert code == 2 and error == "costlab: cannot write /no/such/folder/sweep.md: no such folder\n"
 
 
 def test_json_has_the_points(tmp_path: Path) -> None:

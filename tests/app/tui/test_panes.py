@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -120,6 +121,29 @@ async def test_fusion_detail_shows_reason_source_and_kernels(example: Path) -> N
         await pilot.press("escape")
         assert not detail.display
         assert find(app, "#layers", Table).has_focus
+
+
+@pytest.mark.parametrize("omit", [frozenset(), frozenset({"collectives", "parts"})])
+async def test_comms_says_which_all_reduce_each_message_got(tmp_path: Path, omit: frozenset[str]) -> None:
+    path = write_example_run(tmp_path / "run", omit=omit)
+    manifest = json.loads((path / "manifest.json").read_bytes())
+    row = {"asked": "auto", "ranks": 2, "hosts": 1, "library": "nccl", "used": True}
+    rows = [
+        {**row, "nbytes": 1 << 20, "schedule": "one-shot", "seconds": {"one-shot": 2e-5, "backend": 5e-5}},
+        {**row, "nbytes": 25 << 20, "schedule": "backend", "seconds": {"backend": 1e-4}},
+    ]
+    manifest["extra"] = {"schedules": rows}
+    (path / "manifest.json").write_text(json.dumps(manifest))
+    app = make_app(path)
+    async with app.run_test(size=(80, 24)) as pilot:
+        await opened(pilot)
+        await pilot.press("3")
+        await settle(pilot)
+        lines = find(app, "#schedules", Lines)
+        assert lines.display
+        said = " ".join(lines.plain.split())
+        assert "1.05 MB: one-shot 20.0 µs, own 50.0 µs; 26.2 MB: NCCL's own 0.100 ms" in said
+        assert "one-shot" in shown(app)
 
 
 async def test_comms_shows_wait_and_transfer_and_sorts(example: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from pathlib import Path
 
@@ -22,7 +23,7 @@ from costlab.app.tune.render import render
 from costlab.app.tune.stored import TUNE_FILE, read_tuning, write_tuning
 from costlab.kernels.fused.plan import read
 from costlab.probes.records import MissRow
-from costlab.probes.spec import RunSpec
+from costlab.probes.spec import RunSpec, SpecError
 from costlab.probes.tune_l2 import CountersUnavailable, measure, parse, reason
 from costlab.probes.tune_records import CacheRow, Scan
 from tests.app.make_run import write_example_run
@@ -233,6 +234,40 @@ def test_a_failed_profile_run_ends_the_tuning(tmp_path: Path) -> None:
     tuning = Tuning(spec=RunSpec(), run=None, tell=lambda _: None, launcher=machine)
     with pytest.raises(TuneError, match="torchrun is missing"):
         tuning.run_all(tmp_path / "plan.json")
+
+
+@pytest.mark.parametrize("out", ["absent/plan.json", "."])
+def test_a_plan_that_cannot_be_written_is_told_before_anything_runs(tmp_path: Path, out: str) -> None:
+    machine = FakeMachine()
+    with pytest.raises(SpecError, match="--out: cannot write"):
+        Tuning(spec=RunSpec(), run=None, tell=lambda _: None, launcher=machine).run_all(tmp_path / out)
+    assert not machine.started
+
+
+def test_a_full_disk_is_told_with_the_plans_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(_plan: object, _path: Path) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(flow, "write", full)
+    with pytest.raises(TuneError, match=r"plan\.json: No space left"):
+        flow.save_plan(plan_of([], scan(), "llama", "roofline", []), tmp_path / "plan.json")
+
+
+def test_cancelling_ends_the_look_at_the_model() -> None:
+    tuning = Tuning(spec=RunSpec(), run=None, tell=lambda _: None, cancelled=True)
+    with pytest.raises(TuneError, match="cancelled while looking at the model"):
+        tuning.scan(RunSpec(device="cpu"))
+
+
+def test_ncu_that_hangs_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tool = tmp_path / "ncu"
+    tool.write_text("#!/bin/sh\nsleep 600\n")
+    tool.chmod(0o755)
+    monkeypatch.setattr("shutil.which", lambda _name: str(tool))
+    with pytest.raises(CountersUnavailable, match="took more than 1 s"):
+        measure(RunSpec(), 1.0)
+    with pytest.raises(CountersUnavailable, match="cancelled"):
+        measure(RunSpec(), 60.0, lambda: True)
 
 
 def test_plan_holds_only_what_has_a_kernel(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from costlab.app.whatif.static_dynamic import COMPILED_FSDP, static_dynamic, sta
 from costlab.app.whatif.store import accuracy, find_cached, list_whatifs, load, new_whatif_directory, prediction_records
 from costlab.app.whatif.toggles import Machine
 from costlab.probes.spec import RunSpec
+from costlab.probes.warm import TemplateError
 from tests.app.whatif.fakes import CUDA_OOM, FakeLeg, FakeMachine, out_of_memory
 
 BASE = RunSpec(ranks=1, dtype="fp32", batch=4, seq=2048, steps=10, compile="block")
@@ -150,6 +151,22 @@ def test_a_baseline_that_fails_ends_the_whatif() -> None:
     assert result.status == "failed"
     assert len(machine.started) == 1
     assert result.baseline.failure == CUDA_OOM
+
+
+def test_legs_that_cannot_be_forked_are_run_all_the_same_and_the_notes_say_why(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Unfit:
+        def __init__(self) -> None:
+            raise TemplateError("ImportError: \x1b[31mno torch")
+
+    machine = FakeMachine()
+    monkeypatch.setattr(engine_module, "Template", Unfit)
+    monkeypatch.setattr(engine_module, "Launcher", machine)
+    monkeypatch.delenv(engine_module.NO_FORK, raising=False)
+    result = run(ask("sgd"), machine)
+    assert result.status == "complete"
+    assert result.notes[0] == "no leg could be forked (ImportError: no torch): all were started by torchrun"
 
 
 def test_cancelling_keeps_what_is_complete() -> None:

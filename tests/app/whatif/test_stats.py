@@ -207,6 +207,14 @@ def test_a_round_with_a_disturbed_leg_is_left_out_whichever_arm_it_hit() -> None
         assert kept == [data[0], data[1], data[3]]
 
 
+@pytest.mark.parametrize("present", [(BASELINE,), (CONTROL,), (BASELINE, "B"), (CONTROL, "B")])
+def test_a_round_that_ended_halfway_neither_hides_a_disturbance_nor_counts_as_one(present: tuple[str, ...]) -> None:
+    data = [dict(r) for r in simulated(random.Random(29), 5, leg=0.003)]
+    data[1]["B"] += 0.3
+    half = {arm: data[4][arm] for arm in present}
+    assert stats.undisturbed([*data[:4], half]) == [data[0], data[2], data[3], half]
+
+
 def test_ordinary_noise_drift_and_effects_are_no_disturbance() -> None:
     rng, left_out = random.Random(31), 0
     for _ in range(300):
