@@ -48,7 +48,7 @@ GRACE_S = 10.0
 SPEC_FILE = "spec.json"
 FACTS_FILE = "facts.json"
 MANIFEST_FILE = "manifest.json"
-TAIL_LINES = 12
+TAIL_LINES = 24  # a stack from the innermost frame, which comes first, to the entry point has to fit
 
 
 class LaunchError(Exception):

@@ -179,7 +179,7 @@ def test_other_readers_and_writers_are_left_alone(device: torch.device, kind: ty
     assert registry.apply(model).count("norm_linear: Block") == 1  # the second norm's only
     x = torch.randn(ROWS, DIM, device=device, requires_grad=True)
     for ours, theirs in zip(gradients(model, x), gradients(plain, x), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+        assert (ours - theirs).norm() <= 1e-5 * theirs.norm()  # a single element near zero may be off by more
 
 
 def test_hooks_between_norm_and_linear_are_respected(device: torch.device) -> None:
