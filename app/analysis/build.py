@@ -100,7 +100,7 @@ class _Builder:
     def collectives(self) -> CollectivesView | None:
         from costlab.app.analysis.clocks import EXTRA, clock_doubts, clock_sentence
         from costlab.app.analysis.collectives import collectives_view
-        from costlab.app.analysis.schedules import schedules
+        from costlab.app.analysis.schedules import HOOKED, schedules
         from costlab.probes.schedule_choice import EXTRA as SCHEDULES
 
         profiled = self.table(rec.PartRow)
@@ -117,6 +117,8 @@ class _Builder:
             clock_uncertainty_us={c.rank: c.uncertainty_us for c in clocks} or None,
         )
         view = msgspec.structs.replace(view, schedules=chosen, schedules_how=how)
+        if self.spec.get("schedule", "stock") != "stock":
+            view = msgspec.structs.replace(view, note="; ".join(filter(None, (view.note, HOOKED))))
         if not view.rows:
             return view
         view = msgspec.structs.replace(view, clock=clock_sentence(clocks))

@@ -13,6 +13,7 @@ from costlab.probes.schedule_choice import ScheduleChoice
 MOST = 64  # rows
 NAMES = {"nccl": "NCCL's own", "gloo": "gloo's own"}
 OWN = "backend"
+HOOKED = "a communication hook issues the all-reduces: the trace lacks some, and so do traffic and exposed time"
 
 
 def schedules(stored: object) -> tuple[list[ScheduleView], str]:

@@ -17,12 +17,17 @@ def _value(item: Figure | None) -> float | None:
     return item.value if item else None
 
 
+def _traced(r: RunReport) -> bool:
+    """Whether the trace holds the step's collectives: those that a communication hook issues are not all in it."""
+    return bool(r.run.spec.get("schedule", "stock") == "stock")
+
+
 def _bytes(r: RunReport) -> float | None:
-    return _value(r.collectives.bytes_per_step) if r.collectives else None
+    return _value(r.collectives.bytes_per_step) if r.collectives and _traced(r) else None
 
 
 def _exposed(r: RunReport) -> float | None:
-    return r.collectives.exposed_ms if r.collectives else None
+    return r.collectives.exposed_ms if r.collectives and _traced(r) else None
 
 
 def _launches(r: RunReport) -> float | None:

@@ -86,3 +86,16 @@ def test_the_toggle_makes_the_arms_save_though_a_whatif_does_not_by_default(togg
     whatif = make_whatif(BASE, [toggle], machine=machine)
     assert whatif.baseline.checkpoint and whatif.arm(toggle).checkpoint_codec == toggle
     assert not make_whatif(BASE, ["sgd"], machine=machine).baseline.checkpoint
+
+
+def test_traffic_that_the_trace_cannot_hold_is_not_a_saving() -> None:
+    """The all-reduces of a communication hook are missing in the trace: fewer bytes there are not fewer bytes sent."""
+    plain = example()
+    assert plain.collectives is not None
+    before = msgspec.structs.replace(plain, collectives=msgspec.structs.replace(plain.collectives, exposed_ms=5.0))
+    hooked = msgspec.structs.replace(before.run, spec={**before.run.spec, "schedule": "auto"})
+    after = msgspec.structs.replace(before, run=hooked)
+    found = {c.name: c for c in deltas([], ["baseline"], "hybrid", before, after)}
+    for name in ("communicated bytes", "exposed communication"):
+        assert found[name].a is not None
+        assert found[name].b is None
