@@ -8,11 +8,12 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
 from costlab.app.codec.commands import codec
+from costlab.app.command import stop
 from costlab.app.exit_codes import Exit
 from costlab.app.export.cli import export as export_cli
 from costlab.app.kernel_bench.commands import bench_kernels
@@ -47,12 +48,6 @@ class Format(StrEnum):
     md = "md"
     text = "text"
     json = "json"
-
-
-def stop(message: str, code: Exit) -> NoReturn:
-    """One clear line on stderr, then the documented exit code."""
-    typer.echo(f"costlab: {message}", err=True)
-    raise typer.Exit(int(code))
 
 
 def version(show: bool) -> None:

@@ -6,7 +6,6 @@ those of communication that nothing hides.
 
 from __future__ import annotations
 
-import os
 import statistics
 import sys
 from collections.abc import Callable
@@ -28,9 +27,9 @@ from costlab.probes.bucket_spec import (
     plan,
     shapes,
 )
-from costlab.probes.job import require_device, run_rank
+from costlab.probes.job import run_rank
 from costlab.probes.peers import Peers
-from costlab.probes.session import Voice, loopback_interface
+from costlab.probes.session import Voice
 from costlab.probes.tables import write_bytes
 from costlab.probes.timing import wall
 
@@ -102,23 +101,11 @@ def _save(me: Sweep, run_dir: Path, result: BucketResult) -> None:
 
 
 def _join(spec: BucketSpec) -> Sweep:
-    import torch
     import torch.distributed as dist
 
-    local = int(os.environ.get("LOCAL_RANK", "0"))
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    require_device(count)
-    cuda = count > local
-    device = torch.device("cuda", local) if cuda else torch.device("cpu")
-    if cuda:
-        torch.cuda.set_device(device)
-    elif os.environ.get("WORLD_SIZE") == os.environ.get("LOCAL_WORLD_SIZE"):
-        interface = loopback_interface()
-        if interface:
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-    backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
-    dist.init_process_group(backend, timeout=timedelta(seconds=180), device_id=device if cuda else None)
-    peers = Peers(dist.new_group(backend="gloo", timeout=timedelta(seconds=180)))
+    from costlab.probes.join import join
+
+    device, peers = join(timedelta(seconds=180))
     return Sweep(spec, dist.get_rank(), dist.get_world_size(), device, peers)
 
 

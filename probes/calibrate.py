@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from costlab.probes import calibrate_host
-from costlab.probes.job import require_device, run_rank
+from costlab.probes.job import run_rank
 from costlab.probes.links import (
     CALIBRATION_FILE,
     DEVICE_SIZES,
@@ -25,7 +25,7 @@ from costlab.probes.links import (
     Sweep,
     sweep,
 )
-from costlab.probes.session import Voice, loopback_interface
+from costlab.probes.session import Voice
 from costlab.probes.tables import write_bytes
 from costlab.probes.timing import Timed, points, wall
 
@@ -84,32 +84,19 @@ def calibrate(run_dir: Path, options: bytes, rank: int, voice: Voice) -> None:
 
 def join(run_dir: Path, spec: CalibrationSpec, rank: int, voice: Voice) -> Job:
     """Choose the device and join the group."""
-    import os
 
     import torch
     import torch.distributed as dist
 
-    from costlab.probes.peers import Peers
+    from costlab.probes.join import join
 
-    local = int(os.environ.get("LOCAL_RANK", "0"))
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    require_device(count)
-    cuda = count > local
-    device = torch.device("cuda", local) if cuda else torch.device("cpu")
-    interface = loopback_interface()
-    if interface:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-    if cuda:
-        torch.cuda.set_device(device)
-    backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
-    dist.init_process_group(backend, timeout=timedelta(seconds=120), device_id=device if cuda else None)
-    name = torch.cuda.get_device_name(device) if cuda else "cpu"
+    device, peers = join(timedelta(seconds=120))
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     world = dist.get_world_size()
     result = Calibration(
         date=datetime.now(UTC).isoformat(timespec="seconds"), device=name, ranks=world, fingerprint=spec.fingerprint
     )
-    group = dist.new_group(backend="gloo", timeout=timedelta(seconds=120))
-    return Job(spec, run_dir, rank, world, device, voice, Peers(group), result)
+    return Job(spec, run_dir, rank, world, device, voice, peers, result)
 
 
 def plan(job: Job) -> Iterator[Step]:

@@ -5,7 +5,6 @@ Values are whole numbers that every dtype holds exactly, so that a result is rig
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,9 +16,9 @@ import msgspec
 
 from costlab.probes import failures
 from costlab.probes.collective_spec import RESULT_FILE, BenchResult, BenchRow, BenchSpec, sizes
-from costlab.probes.job import require_device, run_rank
+from costlab.probes.job import run_rank
 from costlab.probes.peers import Peers
-from costlab.probes.session import Voice, loopback_interface
+from costlab.probes.session import Voice
 from costlab.probes.tables import write_bytes
 from costlab.probes.timing import wall
 
@@ -90,20 +89,9 @@ def _join(spec: BenchSpec) -> Bench:
     import torch
     import torch.distributed as dist
 
-    local = int(os.environ.get("LOCAL_RANK", "0"))
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    require_device(count)
-    cuda = count > local
-    device = torch.device("cuda", local) if cuda else torch.device("cpu")
-    if cuda:
-        torch.cuda.set_device(device)
-    elif os.environ.get("WORLD_SIZE") == os.environ.get("LOCAL_WORLD_SIZE"):
-        interface = loopback_interface()
-        if interface:
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-    backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
-    dist.init_process_group(backend, timeout=timedelta(seconds=180), device_id=device if cuda else None)
-    peers = Peers(dist.new_group(backend="gloo", timeout=timedelta(seconds=180)))
+    from costlab.probes.join import join
+
+    device, peers = join(timedelta(seconds=180))
     return Bench(spec, dist.get_rank(), dist.get_world_size(), device, getattr(torch, spec.dtype), peers)
 
 

@@ -8,8 +8,9 @@ from typing import Annotated
 
 import typer
 
+from costlab.app.command import stop
 from costlab.app.exit_codes import Exit
-from costlab.app.whatif.cli import FORMS, Force, Output, check_writable, finish, stop, terminal_width
+from costlab.app.whatif.cli import FORMS, Force, Output, check_writable, finish, terminal_width
 
 
 def codec(

@@ -5,10 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
+from costlab.app.command import stop
 from costlab.app.exit_codes import Exit
 
 if TYPE_CHECKING:
@@ -19,11 +20,6 @@ export = typer.Typer(no_args_is_help=True, help="A run for other tools: OTLP spa
 
 RunName = Annotated[str, typer.Argument(help="Path, id, unique prefix, or 'last'")]
 Force = Annotated[bool, typer.Option("--force", help="Overwrite the file")]
-
-
-def _stop(message: str, code: Exit) -> NoReturn:
-    typer.echo(f"costlab: {message}", err=True)
-    raise typer.Exit(int(code))
 
 
 @export.command()
@@ -37,14 +33,14 @@ def otlp(
     from costlab.app.export.otlp import OtlpError, document, send
 
     if bool(endpoint) == (output is not None):
-        _stop("give --endpoint URL to send the spans, or --output FILE to write them", Exit.USAGE)
+        stop("give --endpoint URL to send the spans, or --output FILE to write them", Exit.USAGE)
     if output is not None:
         _write(_made(run, document), output, force=force)
         return
     try:
         count = _made(run, lambda opened: send(opened, endpoint))
     except OtlpError as error:
-        _stop(str(error), Exit.RUN_FAILED)
+        stop(str(error), Exit.RUN_FAILED)
     typer.echo(f"sent {count:,} spans", err=True)
 
 
@@ -66,7 +62,7 @@ def _made(name: str, make: Callable[[Run], T]) -> T:
     try:
         return make(open_run(name))
     except StoreError as error:
-        _stop(str(error), Exit.BAD_INPUT)
+        stop(str(error), Exit.BAD_INPUT)
 
 
 def _write(data: bytes, output: Path, *, force: bool) -> None:
@@ -77,13 +73,13 @@ def _write(data: bytes, output: Path, *, force: bool) -> None:
         typer.echo(_bare(data.decode()))
         return
     if output.is_dir():
-        _stop(f"{output} is a folder; name a file in it", Exit.USAGE)
+        stop(f"{output} is a folder; name a file in it", Exit.USAGE)
     if output.exists() and not force:
-        _stop(f"{output} exists; add --force to overwrite it", Exit.USAGE)
+        stop(f"{output} exists; add --force to overwrite it", Exit.USAGE)
     try:
         write_bytes(output, data)
     except OSError as error:
-        _stop(f"cannot write {output}: {error.strerror}", Exit.USAGE)
+        stop(f"cannot write {output}: {error.strerror}", Exit.USAGE)
     typer.echo(f"wrote {output}", err=True)
 
 

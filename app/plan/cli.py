@@ -6,11 +6,13 @@ import re
 import sys
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from costlab.app.command import Form, stop
 from costlab.app.exit_codes import Exit
+from costlab.app.topology.commands import known
 
 if TYPE_CHECKING:
     from costlab.app.topology.model import Topology
@@ -20,24 +22,11 @@ MOST_BYTES = 1 << 50
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 
 
-class Form(StrEnum):
-    """Output formats."""
-
-    text = "text"
-    md = "md"
-    json = "json"
-
-
 class Wiring(StrEnum):
     """How hosts are connected."""
 
     switch = "switch"
     line = "line"
-
-
-def _stop(message: str, code: Exit) -> NoReturn:
-    typer.echo(f"costlab: {message}", err=True)
-    raise typer.Exit(int(code))
 
 
 def plan(
@@ -69,17 +58,17 @@ def plan(
     from costlab.app.plan.report import make_report
 
     if topology and run:
-        _stop("give --topology or --run, not both", Exit.USAGE)
+        stop("give --topology or --run, not both", Exit.USAGE)
     _positive(("--per-host", per_host), ("--inside", inside), ("--nics", nics), ("--network", network))
     _positive(("--oversubscribed", oversubscribed))
     if leaf < 0 or (step is not None and not 0 <= step < 1e6):
-        _stop("--leaf and --step cannot be negative", Exit.USAGE)
+        stop("--leaf and --step cannot be negative", Exit.USAGE)
     if not 0 <= ranks <= MOST_RANKS:
-        _stop(f"--ranks must be between 1 and {MOST_RANKS:,}, got {ranks:,}", Exit.USAGE)
+        stop(f"--ranks must be between 1 and {MOST_RANKS:,}, got {ranks:,}", Exit.USAGE)
     wanted = Wanted(per_host=per_host, inside_gbps=inside, nics=nics, network_gbps=network, step_us=step)
     host = machine(_topology(topology, run), wanted)
     if (ranks or host.ranks) > MOST_RANKS:
-        _stop(f"--per-host {host.ranks:,}: a plan has at most {MOST_RANKS:,} ranks", Exit.USAGE)
+        stop(f"--per-host {host.ranks:,}: a plan has at most {MOST_RANKS:,} ranks", Exit.USAGE)
     shape = Shape(
         ranks=ranks or host.ranks,
         wiring=wiring.value,
@@ -90,14 +79,14 @@ def plan(
     try:
         found = make_report(host, shape, parse_size(size))
     except PlanProblem as error:
-        _stop(str(error), Exit.USAGE)
+        stop(str(error), Exit.USAGE)
     sys.stdout.write(render(found, format.value))
 
 
 def _positive(*options: tuple[str, float | None]) -> None:
     for name, value in options:
         if value is not None and not 0 < value < 1e9:
-            _stop(f"{name} must be above zero and below 1e9, got {value:g}", Exit.USAGE)
+            stop(f"{name} must be above zero and below 1e9, got {value:g}", Exit.USAGE)
 
 
 def _topology(files: list[Path] | None, run: str | None) -> Topology:
@@ -105,24 +94,11 @@ def _topology(files: list[Path] | None, run: str | None) -> Topology:
     from costlab.app.topology.model import TopologyProblem
 
     if not files:
-        return _of_run(run) if run else _here()
+        return _of_run(run) if run else known()
     try:
         return load_files(files)
     except TopologyProblem as error:
-        _stop(str(error), Exit.BAD_INPUT)
-
-
-def _here() -> Topology:
-    """This machine, with its last calibration."""
-    from costlab.app.store import home
-    from costlab.app.topology.calibration import calibrated, stored
-    from costlab.app.topology.discovery import HERE, fingerprint, from_rows
-    from costlab.probes.topology import machine_rows
-
-    rows = machine_rows()
-    last = stored(fingerprint(rows), home())
-    found = from_rows(rows, HERE)
-    return calibrated(found, last) if last is not None else found
+        stop(str(error), Exit.BAD_INPUT)
 
 
 def _of_run(name: str) -> Topology:
@@ -133,10 +109,10 @@ def _of_run(name: str) -> Topology:
     try:
         path = open_run(name).path
     except StoreError as error:
-        _stop(str(error), Exit.BAD_INPUT)
+        stop(str(error), Exit.BAD_INPUT)
     found = run_topology(read_links(path), path, home())
     if found is None:
-        _stop(f"{path.name} recorded nothing of its machine's links; give --topology FILE", Exit.BAD_INPUT)
+        stop(f"{path.name} recorded nothing of its machine's links; give --topology FILE", Exit.BAD_INPUT)
     return found
 
 
@@ -144,13 +120,13 @@ def parse_size(text: str) -> int:
     """Bytes of "4096", "64MB" (10^6), "1GiB" (2^30), "1.5G"; ends with a usage error for anything else."""
     match = re.fullmatch(r"\s*(\d{1,15}(?:\.\d{1,9})?)\s*([kmgt]?)(i?)(b?)\s*", text.lower())
     if match is None or (match[3] and not match[2]):
-        _stop(f"--size {text[:40]!r} is not a size; 4096, 64MB (10^6 bytes) and 1GiB (2^30) are", Exit.USAGE)
+        stop(f"--size {text[:40]!r} is not a size; 4096, 64MB (10^6 bytes) and 1GiB (2^30) are", Exit.USAGE)
     unit = _UNITS[match[2]]
     if match[3]:
         unit = 1 << (10 * " kmgt".index(match[2]))
     found = int(float(match[1]) * unit)
     if not 1 <= found <= MOST_BYTES:
-        _stop(f"--size must be between 1 byte and {MOST_BYTES >> 40} TiB", Exit.USAGE)
+        stop(f"--size must be between 1 byte and {MOST_BYTES >> 40} TiB", Exit.USAGE)
     return found
 
 
@@ -159,6 +135,6 @@ def _slow(texts: list[str]) -> dict[int, float]:
     for text in texts:
         match = re.fullmatch(r"(\d{1,6}):(0?\.\d{1,9}|1(?:\.0+)?)", text)
         if match is None:
-            _stop(f"--slow {text[:40]!r}: give HOST:FRACTION, such as 3:0.25", Exit.USAGE)
+            stop(f"--slow {text[:40]!r}: give HOST:FRACTION, such as 3:0.25", Exit.USAGE)
         found[int(match[1])] = float(match[2])
     return found

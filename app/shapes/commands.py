@@ -5,12 +5,12 @@ from __future__ import annotations
 import signal
 import sys
 from collections.abc import Callable
-from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from costlab.app.command import Form, stop
 from costlab.app.exit_codes import Exit
 
 if TYPE_CHECKING:
@@ -18,21 +18,6 @@ if TYPE_CHECKING:
     from costlab.probes.shapes_spec import ShapesResult, ShapesSpec
 
 MODULE = "costlab.probes.shapes"
-
-
-class Form(StrEnum):
-    """Output formats."""
-
-    text = "text"
-    md = "md"
-    json = "json"
-
-
-def _stop(message: str, code: Exit) -> NoReturn:
-    from costlab.app.text import plain
-
-    typer.echo(f"costlab: {plain(message)}", err=True)
-    raise typer.Exit(int(code))
 
 
 def shapes(
@@ -61,7 +46,7 @@ def shapes(
     from costlab.app.shapes.report import render_shapes
 
     if steps < 1 or run_steps < 1 or samples < 1:
-        _stop("--steps, --run-steps and --samples must be above zero", Exit.USAGE)
+        stop("--steps, --run-steps and --samples must be above zero", Exit.USAGE)
     spec = _spec(shapes, workload, size, device, dtype, compile, samples, steps, seed)
     result = _run(spec)
     _keep(result)
@@ -79,7 +64,7 @@ def _spec(
 
     for name, value, choices in (("dtype", dtype, ("fp32", "bf16")), ("compile", compile, ("block", "model"))):
         if value not in choices:
-            _stop(f"--{name}: no '{value}'; choose from {', '.join(choices)}", Exit.USAGE)
+            stop(f"--{name}: no '{value}'; choose from {', '.join(choices)}", Exit.USAGE)
     found: tuple[Shape, ...] = ()
     try:
         validate(RunSpec(workload=workload))
@@ -89,7 +74,7 @@ def _spec(
         if not found and not Path(file := shapes.rpartition(":")[0]).expanduser().is_file():
             raise ShapeProblem(f"no such file: {plain(file)}; give your sampler as path/to/file.py:function")
     except (SpecError, ShapeProblem) as error:
-        _stop(str(error), Exit.USAGE)
+        stop(str(error), Exit.USAGE)
     return ShapesSpec(
         workload=workload,
         size=size,
@@ -115,11 +100,11 @@ def _run(spec: ShapesSpec) -> ShapesResult:
             MODULE, spec, RESULT_FILE, ShapesResult, _narrate, ranks=1, device=spec.device, started=_cancel_on_signals
         )
     except JobFailed as error:
-        _stop(f"shapes: {error}", Exit.CANCELLED if error.cancelled else Exit.RUN_FAILED)
+        stop(f"shapes: {error}", Exit.CANCELLED if error.cancelled else Exit.RUN_FAILED)
     except LaunchError as error:
-        _stop(str(error), Exit.RUN_FAILED)
+        stop(str(error), Exit.RUN_FAILED)
     except SpecError as error:
-        _stop(str(error), Exit.USAGE)
+        stop(str(error), Exit.USAGE)
 
 
 def _cancel_on_signals(cancel: Callable[[], None]) -> None:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import signal
 import sys
 from collections.abc import Callable
-from enum import StrEnum
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from costlab.app.command import Form, stop
 from costlab.app.exit_codes import Exit
 from costlab.probes.bucket_spec import DTYPES
 
@@ -20,25 +20,9 @@ if TYPE_CHECKING:
 sweep = typer.Typer(no_args_is_help=True, help="Measure one choice of a training step over its values.")
 
 
-class Form(StrEnum):
-    """Output formats."""
-
-    text = "text"
-    md = "md"
-    json = "json"
-
-
 @sweep.callback()
 def sweep_group() -> None:
     """Measure one choice of a training step over its values, with a recommendation."""
-
-
-def stop(message: str, code: Exit) -> NoReturn:
-    """One clear line on stderr, then the documented exit code."""
-    from costlab.app.text import plain
-
-    typer.echo(f"costlab: {plain(message)}", err=True)
-    raise typer.Exit(int(code))
 
 
 def cancel_on_signals(cancel: Callable[[], None]) -> None:

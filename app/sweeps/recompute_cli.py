@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from costlab.app.command import stop
 from costlab.app.exit_codes import Exit
 from costlab.app.whatif.cli import (
     FORMS,
@@ -18,7 +19,6 @@ from costlab.app.whatif.cli import (
     Output,
     check_writable,
     finish,
-    stop,
     terminal_width,
 )
 

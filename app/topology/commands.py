@@ -5,12 +5,12 @@ from __future__ import annotations
 import signal
 import sys
 from collections.abc import Callable
-from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from costlab.app.command import Form, stop
 from costlab.app.exit_codes import Exit
 from costlab.probes.collective_spec import DTYPES, OPS
 
@@ -19,19 +19,6 @@ if TYPE_CHECKING:
     from costlab.probes.collective_spec import BenchResult
     from costlab.probes.links import Calibration
     from costlab.probes.records import AnyEvent
-
-
-class Form(StrEnum):
-    """Output formats."""
-
-    text = "text"
-    md = "md"
-    json = "json"
-
-
-def _stop(message: str, code: Exit) -> NoReturn:
-    typer.echo(f"costlab: {message}", err=True)
-    raise typer.Exit(int(code))
 
 
 def topo(
@@ -59,9 +46,9 @@ def topo(
     from costlab.app.topology.model import TopologyProblem
 
     if calibrate and (files or run):
-        _stop("--calibrate measures this machine; leave it out with --import and --run", Exit.USAGE)
+        stop("--calibrate measures this machine; leave it out with --import and --run", Exit.USAGE)
     if files and run:
-        _stop("give --import or --run, not both", Exit.USAGE)
+        stop("give --import or --run, not both", Exit.USAGE)
     if run:
         _show(_of_run(run), format)
         return
@@ -69,10 +56,10 @@ def topo(
         try:
             _show(load_files(files), format)
         except TopologyProblem as error:
-            _stop(str(error), Exit.BAD_INPUT)
+            stop(str(error), Exit.BAD_INPUT)
         return
     folder = "" if no_disk else str((disk or Path.cwd()).resolve())
-    _show(_here(folder, seconds, ranks, device, format) if calibrate else _known(), format)
+    _show(_here(folder, seconds, ranks, device, format) if calibrate else known(), format)
 
 
 def _show(topology: Topology, form: Form) -> None:
@@ -85,7 +72,7 @@ def _show(topology: Topology, form: Form) -> None:
         sys.stdout.write(render(topology))
 
 
-def _known() -> Topology:
+def known() -> Topology:
     """This machine with the last calibration made on it."""
     from costlab.app.store import home
     from costlab.app.topology.calibration import calibrated, stored
@@ -106,10 +93,10 @@ def _of_run(name: str) -> Topology:
     try:
         path = open_run(name).path
     except StoreError as error:
-        _stop(str(error), Exit.BAD_INPUT)
+        stop(str(error), Exit.BAD_INPUT)
     topology = run_topology(read_links(path), path, home())
     if topology is None:
-        _stop(f"{path.name} recorded nothing of its machine's links", Exit.BAD_INPUT)
+        stop(f"{path.name} recorded nothing of its machine's links", Exit.BAD_INPUT)
     return topology
 
 
@@ -124,7 +111,7 @@ def _here(disk: str, seconds: float, ranks: int, device: str, form: Form) -> Top
     from costlab.probes.topology import machine_rows
 
     if not 0.05 <= seconds <= 600:
-        _stop(f"--seconds must be between 0.05 and 600, got {seconds:g}", Exit.USAGE)
+        stop(f"--seconds must be between 0.05 and 600, got {seconds:g}", Exit.USAGE)
     rows = machine_rows()
     spec = CalibrationSpec(seconds=seconds, disk=disk, fingerprint=fingerprint(rows))
     try:
@@ -132,11 +119,11 @@ def _here(disk: str, seconds: float, ranks: int, device: str, form: Form) -> Top
     except JobFailed as error:
         if error.partial is not None and error.partial.sweeps:
             _show(calibrated(from_rows(rows, HERE), error.partial), form)
-        _stop(f"calibration: {error}", Exit.CANCELLED if error.cancelled else Exit.RUN_FAILED)
+        stop(f"calibration: {error}", Exit.CANCELLED if error.cancelled else Exit.RUN_FAILED)
     except LaunchError as error:
-        _stop(str(error), Exit.RUN_FAILED)
+        stop(str(error), Exit.RUN_FAILED)
     except SpecError as error:
-        _stop(str(error), Exit.USAGE)
+        stop(str(error), Exit.USAGE)
     try:
         store(found, home())
     except OSError as error:
@@ -197,20 +184,20 @@ def bench_collectives(
     ops = tuple(OPS if "all" in (op or []) else op or ["all_reduce"])
     unknown = [o for o in ops if o not in OPS]
     if unknown:
-        _stop(f"no operation '{unknown[0]}'; there are: {', '.join(OPS)}, all", Exit.USAGE)
+        stop(f"no operation '{unknown[0]}'; there are: {', '.join(OPS)}, all", Exit.USAGE)
     if dtype not in DTYPES:
-        _stop(f"no dtype '{dtype}'; there are: {', '.join(DTYPES)}", Exit.USAGE)
+        stop(f"no dtype '{dtype}'; there are: {', '.join(DTYPES)}", Exit.USAGE)
     low, high = _size(least), _size(most)
     if not 0 < low <= high or iterations < 1:
-        _stop("--min must be above zero and at most --max, --iters at least 1", Exit.USAGE)
+        stop("--min must be above zero and at most --max, --iters at least 1", Exit.USAGE)
     peers: list[PeerResult] = []
     for path in beside or []:
         try:
             peers.append(parse_nccl_tests(path.read_text(encoding="utf-8", errors="replace")))
         except OSError as error:
-            _stop(f"{path}: {error.strerror}", Exit.BAD_INPUT)
+            stop(f"{path}: {error.strerror}", Exit.BAD_INPUT)
         if not peers[-1].rows:
-            _stop(f"{path}: no row of nccl-tests' output in it", Exit.BAD_INPUT)
+            stop(f"{path}: no row of nccl-tests' output in it", Exit.BAD_INPUT)
     spec = BenchSpec(ops=ops, least=low, most=high, iterations=iterations, dtype=dtype)
     result = _run_bench(spec, ranks, device)
     _keep(result)
@@ -244,11 +231,11 @@ def _run_bench(spec: object, ranks: int, device: str) -> BenchResult:
             module, spec, RESULT_FILE, BenchResult, narrate, ranks=ranks, device=device, started=_cancel_on_signals
         )
     except JobFailed as error:
-        _stop(str(error), Exit.CANCELLED if error.cancelled else Exit.RUN_FAILED)
+        stop(str(error), Exit.CANCELLED if error.cancelled else Exit.RUN_FAILED)
     except LaunchError as error:
-        _stop(str(error), Exit.RUN_FAILED)
+        stop(str(error), Exit.RUN_FAILED)
     except SpecError as error:
-        _stop(str(error), Exit.USAGE)
+        stop(str(error), Exit.USAGE)
 
 
 def _size(text: str) -> int:

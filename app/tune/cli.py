@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from costlab.app.command import stop
 from costlab.app.exit_codes import Exit
-from costlab.app.whatif.cli import FORMS, Commands, finish, stop, terminal_width
+from costlab.app.whatif.cli import FORMS, Commands, finish, terminal_width
 
 if TYPE_CHECKING:
     from costlab.app.whatif.cli import MakeSpec

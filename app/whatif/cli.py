@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from costlab.app.command import stop
 from costlab.app.exit_codes import Exit
 
 if TYPE_CHECKING:
@@ -271,14 +272,6 @@ def write(text: str, path: Path, *, force: bool) -> None:
         stop(f"{path} exists; add --force to overwrite it", Exit.USAGE)
     except OSError as error:
         stop(f"cannot write {path}: {error.strerror}", Exit.USAGE)
-
-
-def stop(message: str, code: Exit) -> typing.NoReturn:
-    """One clear line on stderr, then the documented exit code."""
-    from costlab.app.text import plain
-
-    typer.echo(f"costlab: {plain(message)}", err=True)
-    raise typer.Exit(int(code))
 
 
 def _given(context: typer.Context, name: str) -> bool:

@@ -16,7 +16,6 @@ import shutil
 import sys
 import tempfile
 import time
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -314,9 +313,6 @@ def main() -> None:
     root = Path(tempfile.mkdtemp(prefix="checkpoint-two-", dir=options.root))
     try:
         run(options.tiny, options.out, root)
-    except Exception:
-        traceback.print_exc()
-        raise
     finally:
         shutil.rmtree(root, ignore_errors=True)
 
