@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from unittest import mock
 
@@ -16,9 +15,7 @@ CPU = torch.device("cpu")
 
 
 def test_matmul_on_cpu_counts_two_n_cubed() -> None:
-    started = time.perf_counter()
     tflops, method = matmul_tflops(CPU, torch.float32)
-    assert time.perf_counter() - started < 5
     assert "1024 x 1024 x 1024 float32" in method and "median of" in method
     assert 0.001 < tflops < 50
     with mock.patch.object(ceilings, "_times", return_value=[1.0, 2.0, 100.0]):
