@@ -1,14 +1,19 @@
-"""What all commands share: how they end with an error, and the forms of their output."""
+"""What all commands share: how they end with an error, follow a job, and the forms of their output."""
 
 from __future__ import annotations
 
+import signal
+from collections.abc import Callable
 from enum import StrEnum
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import typer
 
 from costlab.app.exit_codes import Exit
 from costlab.app.text import plain
+
+if TYPE_CHECKING:
+    from costlab.probes.records import AnyEvent
 
 
 class Form(StrEnum):
@@ -23,3 +28,19 @@ def stop(message: str, code: Exit) -> NoReturn:
     """One clear line on stderr, without control characters, then the documented exit code."""
     typer.echo(f"costlab: {plain(message)}", err=True)
     raise typer.Exit(int(code))
+
+
+def cancel_on_signals(cancel: Callable[[], None]) -> None:
+    """Ctrl-C, SIGTERM and a lost terminal end a job's ranks in order."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda *_: cancel())
+
+
+def narrate(event: AnyEvent) -> None:
+    """One line on stderr for each step of a job and for what went wrong."""
+    from costlab.probes.records import Log, Progress
+
+    if isinstance(event, Progress) and event.done < event.total:
+        typer.echo(f"  {event.done + 1}/{event.total}  {plain(event.detail)}", err=True)
+    elif isinstance(event, Log) and event.level != "info":
+        typer.echo(f"  {plain(event.text)}", err=True)

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import faulthandler
 import os
-import signal
-import sys
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 
-from costlab.probes import failures
 from costlab.probes.launch import Launcher
-from costlab.probes.session import Voice, die_with_launcher
+from costlab.probes.session import Voice, as_rank
 from costlab.probes.spec import RunSpec, SpecError
 
 DEVICE = "COSTLAB_JOB_DEVICE"
@@ -51,21 +46,6 @@ def require_device(count: int) -> None:
 
 
 def run_rank(argv: list[str], body: Callable[[Path, bytes, int, Voice], None]) -> int:
-    """A rank's main: every exception becomes a Failure event and exit code 1."""
+    """A job's rank, with its options as JSON: every exception becomes a Failure event and exit code 1."""
     run_dir, options = Path(argv[1]), argv[2].encode()
-    faulthandler.register(signal.SIGUSR1, all_threads=True)
-    die_with_launcher()
-    rank = int(os.environ.get("RANK", "0"))
-    voice = Voice(run_dir, rank)
-    voice.open()
-    try:
-        body(run_dir, options, rank, voice)
-    except Exception as error:  # reported to the launcher, which ends the other ranks
-        message = str(error) or type(error).__name__
-        kind = failures.classify(f"{type(error).__module__}.{type(error).__name__}", message)
-        voice.fail(kind, f"{type(error).__name__}: {message}" if kind == "error" else message, traceback.format_exc())
-        traceback.print_exc()
-        sys.stderr.flush()
-        os._exit(1)  # destroying a process group whose peers are stuck would hang here
-    voice.finish()
-    return 0
+    return as_rank(run_dir, lambda rank, voice: body(run_dir, options, rank, voice))

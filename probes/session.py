@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import os
 import signal
 import socket
 import sys
 import threading
 import time
+import traceback
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
 
+from costlab.probes import failures
 from costlab.probes.records import (
     Event,
     Failure,
@@ -100,6 +104,26 @@ class Voice:
     def finish(self) -> None:
         """Say that all tables are written."""
         self.say(Finished(t=time.time(), rank=self.rank))
+
+
+def as_rank(run_dir: Path, body: Callable[[int, Voice], None]) -> int:
+    """A rank's main around `body`: every exception becomes a Failure event and exit code 1."""
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    die_with_launcher()
+    rank = int(os.environ.get("RANK", "0"))
+    voice = Voice(run_dir, rank)
+    voice.open()
+    try:
+        body(rank, voice)
+    except Exception as error:  # reported to the launcher, which ends the other ranks
+        message = str(error) or type(error).__name__
+        kind = failures.classify(f"{type(error).__module__}.{type(error).__name__}", message)
+        voice.fail(kind, f"{type(error).__name__}: {message}" if kind == "error" else message, traceback.format_exc())
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)  # destroying a process group whose peers are stuck would hang here
+    voice.finish()
+    return 0
 
 
 def die_with_launcher() -> None:

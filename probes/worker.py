@@ -6,12 +6,9 @@ dies later keeps what it had measured.
 
 from __future__ import annotations
 
-import faulthandler
 import os
-import signal
 import sys
 import time
-import traceback
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -45,7 +42,7 @@ from costlab.probes.records import (
     WorkloadFacts,
 )
 from costlab.probes.schedule_choice import ScheduleChoice
-from costlab.probes.session import Voice, die_with_launcher, loopback_interface, rank_dir
+from costlab.probes.session import Voice, as_rank, loopback_interface, rank_dir
 from costlab.probes.spec import RunSpec
 from costlab.probes.tables import write_bytes, write_rows
 
@@ -101,23 +98,12 @@ class RankRun:
 def main(argv: list[str]) -> int:
     """Run one rank; every exception becomes a Failure event and exit code 1."""
     run_dir = Path(argv[1])
-    faulthandler.register(signal.SIGUSR1, all_threads=True)
-    die_with_launcher()
-    rank = int(os.environ.get("RANK", "0"))
-    voice = Voice(run_dir, rank)
-    voice.open()
-    try:
+
+    def body(rank: int, voice: Voice) -> None:
         spec = msgspec.json.decode((run_dir / SPEC_FILE).read_bytes(), type=RunSpec)
         run_rank(spec, run_dir, rank, voice)
-    except Exception as error:
-        message = str(error) or type(error).__name__
-        kind = failures.classify(f"{type(error).__module__}.{type(error).__name__}", message)
-        voice.fail(kind, f"{type(error).__name__}: {message}" if kind == "error" else message, traceback.format_exc())
-        traceback.print_exc()
-        sys.stderr.flush()
-        os._exit(1)  # destroying a process group whose peers are stuck would hang here
-    voice.finish()
-    return 0
+
+    return as_rank(run_dir, body)
 
 
 def run_rank(spec: RunSpec, run_dir: Path, rank: int, voice: Voice) -> None:

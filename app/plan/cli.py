@@ -12,7 +12,7 @@ import typer
 
 from costlab.app.command import Form, stop
 from costlab.app.exit_codes import Exit
-from costlab.app.topology.commands import known
+from costlab.app.topology.commands import known, machine_of
 
 if TYPE_CHECKING:
     from costlab.app.topology.model import Topology
@@ -94,26 +94,11 @@ def _topology(files: list[Path] | None, run: str | None) -> Topology:
     from costlab.app.topology.model import TopologyProblem
 
     if not files:
-        return _of_run(run) if run else known()
+        return machine_of(run, "; give --topology FILE") if run else known()
     try:
         return load_files(files)
     except TopologyProblem as error:
         stop(str(error), Exit.BAD_INPUT)
-
-
-def _of_run(name: str) -> Topology:
-    """The machine that a stored run was made on."""
-    from costlab.app.store import StoreError, home, open_run
-    from costlab.app.topology.of_run import read_links, run_topology
-
-    try:
-        path = open_run(name).path
-    except StoreError as error:
-        stop(str(error), Exit.BAD_INPUT)
-    found = run_topology(read_links(path), path, home())
-    if found is None:
-        stop(f"{path.name} recorded nothing of its machine's links; give --topology FILE", Exit.BAD_INPUT)
-    return found
 
 
 def parse_size(text: str) -> int:

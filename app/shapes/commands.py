@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import signal
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from costlab.app.command import Form, stop
+from costlab.app.command import Form, cancel_on_signals, narrate, stop
 from costlab.app.exit_codes import Exit
 
 if TYPE_CHECKING:
-    from costlab.probes.records import AnyEvent
     from costlab.probes.shapes_spec import ShapesResult, ShapesSpec
 
 MODULE = "costlab.probes.shapes"
@@ -97,7 +94,7 @@ def _run(spec: ShapesSpec) -> ShapesResult:
 
     try:
         return run_job(
-            MODULE, spec, RESULT_FILE, ShapesResult, _narrate, ranks=1, device=spec.device, started=_cancel_on_signals
+            MODULE, spec, RESULT_FILE, ShapesResult, narrate, ranks=1, device=spec.device, started=cancel_on_signals
         )
     except JobFailed as error:
         stop(f"shapes: {error}", Exit.CANCELLED if error.cancelled else Exit.RUN_FAILED)
@@ -105,22 +102,6 @@ def _run(spec: ShapesSpec) -> ShapesResult:
         stop(str(error), Exit.RUN_FAILED)
     except SpecError as error:
         stop(str(error), Exit.USAGE)
-
-
-def _cancel_on_signals(cancel: Callable[[], None]) -> None:
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, lambda *_: cancel())
-
-
-def _narrate(event: AnyEvent) -> None:
-    """One line on stderr for each shape and path."""
-    from costlab.app.text import plain
-    from costlab.probes.records import Log, Progress
-
-    if isinstance(event, Progress) and event.done < event.total:
-        typer.echo(f"  {event.done + 1}/{event.total}  {plain(event.detail)}", err=True)
-    elif isinstance(event, Log) and event.level != "info":
-        typer.echo(f"  {plain(event.text)}", err=True)
 
 
 def _keep(result: ShapesResult) -> None:

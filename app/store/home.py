@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import secrets
+from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -42,13 +43,18 @@ def new_run_id(workload: str, size: str = "", now: datetime | None = None) -> st
 def new_run_directory(workload: str, size: str = "", parent: Path | None = None) -> Path:
     """Create an empty run directory under a new id; raise StoreError where the store cannot be written."""
     base = parent or runs_directory()
+    return new_directory(base, lambda: new_run_id(workload, size), "set COSTLAB_HOME or pass --out DIR")
+
+
+def new_directory(base: Path, name: Callable[[], str], advice: str) -> Path:
+    """Create an empty directory under a free name; raise StoreError, with the advice, where none can be made."""
     for _ in range(20):
-        path = base / new_run_id(workload, size)
+        path = base / name()
         try:
             path.mkdir(parents=True)
         except FileExistsError:
             continue
         except OSError as error:
-            raise StoreError(f"cannot create {path}: {error.strerror}; set COSTLAB_HOME or pass --out") from error
+            raise StoreError(f"cannot create {path}: {error.strerror}; {advice}") from error
         return path
-    raise StoreError(f"no free run id under {base}; pass --out DIR")
+    raise StoreError(f"no free id under {base}; {advice}")

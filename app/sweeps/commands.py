@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import signal
 import sys
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from costlab.app.command import Form, stop
+from costlab.app.command import Form, cancel_on_signals, narrate, stop
 from costlab.app.exit_codes import Exit
 from costlab.probes.bucket_spec import DTYPES
 
 if TYPE_CHECKING:
     from costlab.probes.bucket_spec import BucketResult, BucketSpec
-    from costlab.probes.records import AnyEvent
 
 sweep = typer.Typer(no_args_is_help=True, help="Measure one choice of a training step over its values.")
 
@@ -23,23 +20,6 @@ sweep = typer.Typer(no_args_is_help=True, help="Measure one choice of a training
 @sweep.callback()
 def sweep_group() -> None:
     """Measure one choice of a training step over its values, with a recommendation."""
-
-
-def cancel_on_signals(cancel: Callable[[], None]) -> None:
-    """Ctrl-C, SIGTERM and a lost terminal end the ranks in order."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, lambda *_: cancel())
-
-
-def narrate(event: AnyEvent) -> None:
-    """One line on stderr for each case and for what went wrong."""
-    from costlab.app.text import plain
-    from costlab.probes.records import Log, Progress
-
-    if isinstance(event, Progress) and event.done < event.total:
-        typer.echo(f"  {event.done + 1}/{event.total}  {plain(event.detail)}", err=True)
-    elif isinstance(event, Log) and event.level != "info":
-        typer.echo(f"  {plain(event.text)}", err=True)
 
 
 @sweep.command(name="buckets")

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import signal
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from costlab.app.command import Form, stop
+from costlab.app.command import Form, cancel_on_signals, narrate, stop
 from costlab.app.exit_codes import Exit
 from costlab.probes.collective_spec import DTYPES, OPS
 
@@ -50,7 +48,7 @@ def topo(
     if files and run:
         stop("give --import or --run, not both", Exit.USAGE)
     if run:
-        _show(_of_run(run), format)
+        _show(machine_of(run), format)
         return
     if files:
         try:
@@ -85,8 +83,8 @@ def known() -> Topology:
     return calibrated(topology, last) if last is not None else topology
 
 
-def _of_run(name: str) -> Topology:
-    """The machine that a stored run was made on."""
+def machine_of(name: str, otherwise: str = "") -> Topology:
+    """The machine that a stored run was made on; ends the command where there is none, with `otherwise` as advice."""
     from costlab.app.store import StoreError, home, open_run
     from costlab.app.topology.of_run import read_links, run_topology
 
@@ -96,7 +94,7 @@ def _of_run(name: str) -> Topology:
         stop(str(error), Exit.BAD_INPUT)
     topology = run_topology(read_links(path), path, home())
     if topology is None:
-        stop(f"{path.name} recorded nothing of its machine's links", Exit.BAD_INPUT)
+        stop(f"{path.name} recorded nothing of its machine's links{otherwise}", Exit.BAD_INPUT)
     return topology
 
 
@@ -115,7 +113,7 @@ def _here(disk: str, seconds: float, ranks: int, device: str, form: Form) -> Top
     rows = machine_rows()
     spec = CalibrationSpec(seconds=seconds, disk=disk, fingerprint=fingerprint(rows))
     try:
-        found: Calibration = run_calibration(spec, _narrate, ranks=ranks, device=device, started=_cancel_on_signals)
+        found: Calibration = run_calibration(spec, narrate, ranks=ranks, device=device, started=cancel_on_signals)
     except JobFailed as error:
         if error.partial is not None and error.partial.sweeps:
             _show(calibrated(from_rows(rows, HERE), error.partial), form)
@@ -129,22 +127,6 @@ def _here(disk: str, seconds: float, ranks: int, device: str, form: Form) -> Top
     except OSError as error:
         typer.echo(f"costlab: the calibration could not be kept ({error.strerror})", err=True)
     return calibrated(from_rows(rows, HERE), found)
-
-
-def _cancel_on_signals(cancel: Callable[[], None]) -> None:
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, lambda *_: cancel())
-
-
-def _narrate(event: AnyEvent) -> None:
-    """One line on stderr for each step."""
-    from costlab.app.text import plain
-    from costlab.probes.records import Log, Progress
-
-    if isinstance(event, Progress) and event.done < event.total:
-        typer.echo(f"  {event.done + 1}/{event.total}  {plain(event.detail)}", err=True)
-    elif isinstance(event, Log) and event.level != "info":
-        typer.echo(f"  {plain(event.text)}", err=True)
 
 
 class _OpNarrator:
@@ -162,7 +144,7 @@ class _OpNarrator:
                 self.op = op
                 typer.echo(f"  {op}", err=True)
         else:
-            _narrate(event)
+            narrate(event)
 
 
 def bench_collectives(
@@ -228,7 +210,7 @@ def _run_bench(spec: object, ranks: int, device: str) -> BenchResult:
     narrate = _OpNarrator()
     try:
         return run_job(
-            module, spec, RESULT_FILE, BenchResult, narrate, ranks=ranks, device=device, started=_cancel_on_signals
+            module, spec, RESULT_FILE, BenchResult, narrate, ranks=ranks, device=device, started=cancel_on_signals
         )
     except JobFailed as error:
         stop(str(error), Exit.CANCELLED if error.cancelled else Exit.RUN_FAILED)

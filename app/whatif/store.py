@@ -12,6 +12,7 @@ from pathlib import Path
 import msgspec
 
 from costlab.app.store import StoreError, home
+from costlab.app.store.home import new_directory
 from costlab.app.text import plain
 from costlab.app.whatif.results import WhatIfResult
 from costlab.probes.tables import write_bytes
@@ -55,17 +56,11 @@ def whatif_directory() -> Path:
 
 def new_whatif_directory(parent: Path | None = None) -> Path:
     """Create an empty directory under a new id; StoreError where the store cannot be written."""
-    base = parent or whatif_directory()
-    for _ in range(20):
-        path = base / f"{datetime.now(UTC):%Y%m%d-%H%M%S}-whatif-{secrets.token_hex(2)}"
-        try:
-            path.mkdir(parents=True)
-        except FileExistsError:
-            continue
-        except OSError as error:
-            raise StoreError(f"cannot create {path}: {error.strerror}; set COSTLAB_HOME elsewhere") from error
-        return path
-    raise StoreError(f"no free id under {base}")
+
+    def name() -> str:
+        return f"{datetime.now(UTC):%Y%m%d-%H%M%S}-whatif-{secrets.token_hex(2)}"
+
+    return new_directory(parent or whatif_directory(), name, "set COSTLAB_HOME elsewhere")
 
 
 def save(result: WhatIfResult, directory: Path) -> Path:

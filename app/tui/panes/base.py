@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import ClassVar
 
+from textual import on
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Container, VerticalScroll
 from textual.widget import Widget
+from textual.widgets import Input
 
 from costlab.app.analysis.views import Figure, RunReport, Source
 from costlab.app.text import md
@@ -115,6 +117,34 @@ class Pane(Container):
             self.query_one(self.FOCUS).focus(scroll_visible=False)
         else:
             self.screen.set_focus(None)
+
+
+class SearchPane(Pane):
+    """A pane with a search line, `Input(id="search")`, displayed while it is typed in. Subclasses give `search`."""
+
+    DEFAULT_CSS = """
+    SearchPane #search { display: none; background: $cursor-line; }
+    SearchPane #search.-on { display: block; }
+    """
+
+    def search(self, text: str) -> None:
+        """Show what has this text in it."""
+        raise NotImplementedError
+
+    def action_search(self) -> None:
+        """Show the search line."""
+        box = self.query_one("#search", Input)
+        box.add_class("-on")
+        box.focus()
+
+    @on(Input.Changed, "#search")
+    def _typed(self, event: Input.Changed) -> None:
+        self.search(event.value)
+
+    @on(Input.Submitted, "#search")
+    def _submitted(self) -> None:
+        self.query_one("#search").remove_class("-on")
+        self.take_focus()
 
 
 def _visible(widget: Widget) -> bool:

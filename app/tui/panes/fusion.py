@@ -22,7 +22,7 @@ from costlab.app.store import StoreError
 from costlab.app.tui.cells import Line, Tone, bar, crop_start, line, status, status_tone, text_of
 from costlab.app.tui.dialogs.base import Message as Reading
 from costlab.app.tui.messages import WorkFailed, unexpected
-from costlab.app.tui.panes.base import Pane, computed, lacking
+from costlab.app.tui.panes.base import SearchPane, computed, lacking
 from costlab.app.tui.panes.fusion_code import CodePanel, Generated, KernelKey, keys_of, read_code
 from costlab.app.tui.panes.fusion_detail import LayerDetail, miss_lines
 from costlab.app.tui.panes.fusion_patterns import COST_HOW, PatternPanel
@@ -113,7 +113,7 @@ def class_columns(currency: str) -> list[Column[FusionLine]]:
     return [*kept, gap, col("money", "gap, run", money, 9, "right")]
 
 
-class FusionPane(Pane):
+class FusionPane(SearchPane):
     """The fusion tree and the layer under the cursor."""
 
     TITLE: ClassVar[str] = "Fusion"
@@ -145,8 +145,6 @@ before and after the rewrites side by side.
     FusionPane #layers { height: 1fr; }
     FusionPane #filter { height: 1; display: none; }
     FusionPane #filter.-on { display: block; }
-    FusionPane #search { display: none; background: $cursor-line; }
-    FusionPane #search.-on { display: block; }
     FusionPane LayerDetail { height: 1fr; border-top: hkey $faint; }
     FusionPane.-tune TunePanel, FusionPane.-code CodePanel, FusionPane.-patterns PatternPanel { display: block; }
     FusionPane.-tune #tree, FusionPane.-code #tree, FusionPane.-patterns #tree { display: none; }
@@ -488,20 +486,9 @@ before and after the rewrites side by side.
             self.layer_tree.toggle(row.path)
             self.refill(keep=row.path)
 
-    def action_search(self) -> None:
-        """Show the search line."""
-        box = self.query_one("#search", Input)
-        box.add_class("-on")
-        box.focus()
-
-    @on(Input.Changed, "#search")
-    def _typed(self, event: Input.Changed) -> None:
-        self.change(replace(self.wanted, text=event.value))
-
-    @on(Input.Submitted, "#search")
-    def _submitted(self) -> None:
-        self.query_one("#search").remove_class("-on")
-        self.take_focus()
+    def search(self, text: str) -> None:
+        """Show what has this text in it."""
+        self.change(replace(self.wanted, text=text))
 
     def pointed(self) -> Named | None:
         """A headline figure or the layer's saving."""

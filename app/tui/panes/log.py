@@ -17,7 +17,7 @@ from costlab.app.analysis.views import RunReport
 from costlab.app.tui.cells import Line, line
 from costlab.app.tui.dialogs.base import Message
 from costlab.app.tui.eventlines import LEVELS, MARKS, TONES, Level, level_of, rank_text, text_of_event
-from costlab.app.tui.panes.base import NO_RUN, Pane, lacking
+from costlab.app.tui.panes.base import NO_RUN, SearchPane, lacking
 from costlab.app.tui.widgets.lines import Lines
 from costlab.app.tui.widgets.table import Column, Table, col
 from costlab.probes.records import AnyEvent, Failure, Heartbeat, Progress
@@ -52,7 +52,7 @@ def passes(event: AnyEvent, wanted: LogFilter) -> bool:
     )
 
 
-class LogPane(Pane):
+class LogPane(SearchPane):
     """One line an event; `enter` shows it in full."""
 
     TITLE: ClassVar[str] = "Log"
@@ -66,8 +66,6 @@ full with its traceback.
     DEFAULT_CSS = """
     LogPane #pane-body { overflow: hidden; }
     LogPane #log { height: 1fr; }
-    LogPane #search { display: none; background: $cursor-line; }
-    LogPane #search.-on { display: block; }
     """
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("slash", "search", "Search", key_display="/", id="log.search"),
@@ -160,20 +158,9 @@ full with its traceback.
         self.change(LogFilter())
         self.take_focus()
 
-    def action_search(self) -> None:
-        """Show the search line."""
-        box = self.query_one("#search", Input)
-        box.add_class("-on")
-        box.focus()
-
-    @on(Input.Changed, "#search")
-    def _typed(self, event: Input.Changed) -> None:
-        self.change(replace(self.wanted, text=event.value))
-
-    @on(Input.Submitted, "#search")
-    def _submitted(self) -> None:
-        self.query_one("#search").remove_class("-on")
-        self.take_focus()
+    def search(self, text: str) -> None:
+        """Show what has this text in it."""
+        self.change(replace(self.wanted, text=text))
 
     @on(Table.Chosen, "#events")
     def _chosen(self, event: Table.Chosen) -> None:

@@ -130,44 +130,37 @@ class Table(ScrollView, Toned, Generic[R], can_focus=True, inherit_bindings=Fals
 
     cursor: reactive[int] = reactive(0, repaint=False)
 
-    class Moved(Message):
+    class Told(Message):
+        """What a table tells: handlers are selected by its id."""
+
+        def __init__(self, table: Table[Any]) -> None:
+            self.table = table
+            super().__init__()
+
+        @property
+        def control(self) -> Table[Any]:
+            """The table."""
+            return self.table
+
+    class OfRow(Told):
+        """About one of its rows."""
+
+        def __init__(self, table: Table[Any], row: Any) -> None:
+            self.row = row
+            super().__init__(table)
+
+    class Moved(OfRow):
         """The cursor is on another row."""
 
-        def __init__(self, table: Table[Any], row: Any) -> None:
-            self.table = table
-            self.row = row
-            super().__init__()
-
-        @property
-        def control(self) -> Table[Any]:
-            """The table."""
-            return self.table
-
-    class Chosen(Message):
+    class Chosen(OfRow):
         """Enter or a click on the cursor's row."""
 
-        def __init__(self, table: Table[Any], row: Any) -> None:
-            self.table = table
-            self.row = row
-            super().__init__()
-
-        @property
-        def control(self) -> Table[Any]:
-            """The table."""
-            return self.table
-
-    class HeadingClicked(Message):
+    class HeadingClicked(Told):
         """A heading was clicked: sort by it."""
 
         def __init__(self, table: Table[Any], key: str) -> None:
-            self.table = table
             self.key = key
-            super().__init__()
-
-        @property
-        def control(self) -> Table[Any]:
-            """The table."""
-            return self.table
+            super().__init__(table)
 
     def __init__(
         self, columns: Sequence[Column[R]], *, id: str | None = None, classes: str | None = None, header: bool = True
