@@ -24,6 +24,7 @@ from costlab.kernels.codec.container import Container
 from costlab.kernels.codec.files import readable
 from costlab.kernels.codec.layout import PAGE, Entry
 from costlab.kernels.codec.snapshot import Table, copy_rows
+from costlab.kernels.codec.turns import quick_turns
 
 if TYPE_CHECKING:
     import numpy as np
@@ -96,6 +97,10 @@ class DeviceLoader:
 
     def load(self, jobs: Iterable[Job]) -> None:
         """Fill all targets; they are complete and checked when this returns. Reading begins with the first job."""
+        with quick_turns():
+            self._load(jobs)
+
+    def _load(self, jobs: Iterable[Job]) -> None:
         feed: SimpleQueue[_Piece | None] = SimpleQueue()
         filled: SimpleQueue[_Filled] = SimpleQueue()
         for stream in (self._copying, self._checking):
