@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from costlab.probes.records import (
     CollectiveRow,
@@ -19,6 +19,7 @@ from costlab.probes.records import (
 
 if TYPE_CHECKING:
     from costlab.probes.fusion.model import FusionTrace
+    from costlab.probes.spec import RunSpec
     from costlab.probes.steps import Trainer
     from costlab.probes.worker import RankRun
 
@@ -119,7 +120,9 @@ def record(run: RankRun, trainer: Trainer, path: Path) -> list[StepRow]:
     with annotated(trainer):
         trainer.timed_step()  # annotations run once outside the profile
         dist.barrier()
-        with profile(activities=activities, schedule=plan, record_shapes=True) as profiler:
+        with profile(
+            activities=activities, schedule=plan, record_shapes=True, experimental_config=all_threads(run.spec)
+        ) as profiler:
             trainer.timed_step()
             profiler.step()
             for i in range(count):
@@ -131,6 +134,18 @@ def record(run: RankRun, trainer: Trainer, path: Path) -> list[StepRow]:
                 run.voice.progress(i + 1, count, f"{ms:.1f} ms profiled")
         profiler.export_chrome_trace(str(path))
     return steps
+
+
+def all_threads(spec: RunSpec) -> Any:
+    """All threads where a planned schedule works on its own; None, torch's default, elsewhere and where it can't."""
+    from torch._C._profiler import _ExperimentalConfig
+
+    if spec.schedule == "stock":
+        return None
+    try:
+        return _ExperimentalConfig(profile_all_threads=True)
+    except TypeError:
+        return None
 
 
 def trace_id(run_name: str) -> str:

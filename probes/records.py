@@ -160,6 +160,7 @@ class CollectiveRow(Row, kw_only=True):
     exposed_ms: Ms = 0.0  # part not overlapped by compute on this rank
     layer: str = ""
     phase: str = ""
+    schedule: str = ""  # of costlab's own, "" for the library's
 
 
 class PartRow(Row, kw_only=True):

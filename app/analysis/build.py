@@ -117,7 +117,7 @@ class _Builder:
             clock_uncertainty_us={c.rank: c.uncertainty_us for c in clocks} or None,
         )
         view = msgspec.structs.replace(view, schedules=chosen, schedules_how=how)
-        if self.spec.get("schedule", "stock") != "stock":
+        if self.spec.get("schedule", "stock") != "stock" and not any(row.schedule for row in view.rows):
             view = msgspec.structs.replace(view, note="; ".join(filter(None, (view.note, HOOKED))))
         if not view.rows:
             return view

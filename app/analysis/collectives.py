@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from costlab.app.analysis.frames import real
 from costlab.app.analysis.views import CollectivesView, CollectiveView, Figure
+from costlab.app.text import plain
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -23,7 +24,7 @@ CONVENTION = (
 )
 RESOLUTION_US = 1.0  # a lead below the profilers' time resolution names nobody
 _CALL = ["step", "group", "seq"]
-_LIKE = ["kind", "group_size", "dtype", "bytes_in", "bytes_out"]
+_LIKE = ["kind", "schedule", "group_size", "dtype", "bytes_in", "bytes_out"]
 _UNEVEN = frozenset({"all_to_all", "gather", "scatter", "send_recv"})  # sizes may differ by rank
 _RING = frozenset({"all_gather", "reduce_scatter", "all_to_all", "gather", "scatter"})
 _POINT = frozenset({"broadcast", "reduce", "send", "recv", "send_recv"})
@@ -179,6 +180,7 @@ def _line(
         busbw_gbps=None if algbw is None or factor is None else algbw * factor,
         last_rank=named.most_common(1)[0][0] if named else None,
         layer=_several(list(dict.fromkeys(like.layer)), "layers"),
+        schedule=plain(str(first.schedule), 40),
         wait_doubt_ms=_wait_doubt(like, rank_steps, clock_uncertainty_us),
     )
 

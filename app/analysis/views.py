@@ -306,6 +306,12 @@ class CollectiveView(View, frozen=True, kw_only=True):
     ideal_ms: float | None = None  # one call at the bandwidth and latency of the slowest link on its way
     ideal_ratio: float | None = None  # ideal / transfer of one call
     ideal_how: str = ""
+    schedule: str = ""  # of costlab's own; "" for the library's own call, "backend" for one that a plan chose
+
+    @property
+    def name(self) -> str:
+        """The kind, and the schedule where it isn't the library's."""
+        return f"{self.kind}, {self.schedule}" if self.schedule not in ("", "backend") else self.kind
 
 
 class CurveView(View, frozen=True, kw_only=True):

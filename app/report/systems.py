@@ -93,7 +93,7 @@ def _write_bandwidth(doc: Document, view: CollectivesView) -> None:
 def _collective(r: CollectiveView, ideals: bool) -> list[Cell]:
     call = size(largest((r.bytes_in, r.bytes_out)))
     return [
-        f"{r.kind} {r.dtype}".strip(), str(r.group_size), times(r.calls), call, ms(r.ms),
+        f"{r.name} {r.dtype}".strip(), str(r.group_size), times(r.calls), call, ms(r.ms),
         ms(r.wait_ms), ms(r.transfer_ms), ms(r.exposed_ms), value(r.algbw_gbps, "GB/s"), value(r.busbw_gbps, "GB/s"),
         *([ms(r.ideal_ms), share(r.ideal_ratio)] if ideals else []),
     ]  # fmt: skip

@@ -18,8 +18,9 @@ def _value(item: Figure | None) -> float | None:
 
 
 def _traced(r: RunReport) -> bool:
-    """Whether the trace holds the step's collectives: those that a communication hook issues are not all in it."""
-    return bool(r.run.spec.get("schedule", "stock") == "stock")
+    """Whether the trace holds the step's collectives: a planned schedule's may be missing (older runs and torches)."""
+    stock = r.run.spec.get("schedule", "stock") == "stock"
+    return stock or (r.collectives is not None and any(row.schedule for row in r.collectives.rows))
 
 
 def _bytes(r: RunReport) -> float | None:

@@ -24,7 +24,8 @@ from costlab.kernels.schedule.symmetric import SymmetricMemory, Work, refusal
 
 Reduction = Literal["sum", "avg"]
 
-TAG = "costlab::comm::"
+TAG = "costlab::comm::"  # around what runs: what it is, and which call of which communicator
+ISSUED = "costlab::comm-issued::"  # where a call was made whose work runs on threads of the communicator's own
 DTYPES = (
     torch.float32,
     torch.float64,
@@ -145,6 +146,8 @@ class Communicator:
         self._pending = False  # whether an asynchronous CUDA call may still run
         self._on_parent = False  # whether transfers ran over the parent group itself
         self._ready: dict[tuple[Any, ...], Work] = {}  # blocking CUDA calls that have been checked before
+        self._calls = 0
+        self._on_host = ""  # the call that threads work on
 
     def all_reduce(self, tensor: Tensor, plan: Plan, op: Reduction = "sum", *, async_op: bool = False) -> Handle | None:
         """Reduce `tensor` in place over all ranks; any shape, size and strides.
@@ -185,10 +188,10 @@ class Communicator:
         for track in program:
             self._track_group(track, device)
         if flat.is_cuda and self._takes(flat.device):
-            self._run_cuda(flat, program, name)
+            self._run_cuda(flat, program, name, name.replace("-", "_"))
             return
         host = flat.cpu()
-        self._run_cpu(host, program, name)
+        self._run_cpu(host, program, name, name.replace("-", "_"))
         if host is not flat:
             flat.copy_(host)
 
@@ -297,14 +300,31 @@ class Communicator:
 
     # ------------------------------------------------------------------ running
 
-    def _tagged(self, name: str, flat: Tensor) -> Callable[[], AbstractContextManager[Any]]:
-        """A profiler annotation that trace readers class as communication, with group, ranks and bytes."""
-        ranks = ",".join(map(str, self.peers))
-        detail = f"ranks={ranks} dtype={flat.dtype} bytes={flat.numel() * flat.element_size()}"
-        return lambda: torch.profiler.record_function(TAG + name, detail)
+    def _tagged(
+        self, schedule: str, flat: Tensor, kind: str = "all_reduce"
+    ) -> Callable[[], AbstractContextManager[Any]]:
+        """A profiler annotation that trace readers class as communication; a profiler keeps no more than its name."""
+        nbytes = flat.numel() * flat.element_size()
+        what = f"{kind} schedule={schedule} bytes={nbytes} dtype={str(flat.dtype).removeprefix('torch.')}"
+        name = f"{TAG}{what} ranks={','.join(map(str, self.peers))} call={self._on_host or self._next_call()}"
+        return lambda: torch.profiler.record_function(name)
+
+    def _next_call(self) -> str:
+        self._calls += 1
+        return f"{self._first_tag}.{self._calls}"
 
     def _on_threads(self, tensor: Tensor, plan: Plan, op: Reduction, async_op: bool) -> Handle | None:
+        call = self._next_call()
+
         def work() -> None:
+            self._on_host = call
+            try:
+                with self._tagged(plan.schedule, tensor)():
+                    reduce()
+            finally:
+                self._on_host = ""
+
+        def reduce() -> None:
             flat = tensor.detach().contiguous().view(-1).cpu()  # a view where the tensor is contiguous and on the CPU
             self._reduce_flat(flat, plan, op)
             if flat.data_ptr() != tensor.data_ptr() or flat.device != tensor.device:
@@ -314,7 +334,8 @@ class Communicator:
             self._drain()
             self._guarded(work)
             return None
-        self._last = self._queue.submit(self._guarded, work)
+        with torch.profiler.record_function(ISSUED + call):
+            self._last = self._queue.submit(self._guarded, work)
         return Handle(self._last, None, (tensor,), self.abort)
 
     def _guarded(self, work: Callable[[], None]) -> None:
@@ -375,19 +396,18 @@ class Communicator:
         with self._tagged(plan.schedule, flat)():
             self._symmetric.all_reduce(flat, plan)
 
-    def _run_cpu(self, flat: Tensor, program: Program, name: str) -> None:
-        call = self._call(flat, program, name, self.timeout)
-        run_threads(call, self._pool)
+    def _run_cpu(self, flat: Tensor, program: Program, name: str, kind: str = "all_reduce") -> None:
+        run_threads(self._call(flat, program, name, kind, self.timeout), self._pool)
 
-    def _run_cuda(self, flat: Tensor, program: Program, name: str) -> None:
+    def _run_cuda(self, flat: Tensor, program: Program, name: str, kind: str = "all_reduce") -> None:
         for track in program:
             self._stream(track, flat.device)
-        run_streams(self._call(flat, program, name, None), self._streams)
+        run_streams(self._call(flat, program, name, kind, None), self._streams)
 
-    def _call(self, flat: Tensor, program: Program, name: str, timeout: timedelta | None) -> Call:
+    def _call(self, flat: Tensor, program: Program, name: str, kind: str, timeout: timedelta | None) -> Call:
         held = buffers(program, flat, self.scratch)
         wires = self._wires(program, flat.device)
-        return Call(name, self.rank, flat, program, wires, held, timeout, self._tagged(name, flat))
+        return Call(name, self.rank, flat, program, wires, held, timeout, self._tagged(name, flat, kind))
 
     def call_stream(self, device: torch.device) -> torch.cuda.Stream:
         """The CUDA stream that asynchronous calls run on."""

@@ -8,7 +8,7 @@ import numpy as np
 
 from costlab.probes.records import CollectiveRow, PartRow
 from costlab.probes.trace import classify as c
-from costlab.probes.trace.collectives import Call, backend_calls, device_calls, exposure
+from costlab.probes.trace.collectives import Call, backend_calls, device_calls, exposure, own_calls
 from costlab.probes.trace.columns import DEVICE, NONE, TraceEvents
 from costlab.probes.trace.host import Host, Indices
 from costlab.probes.trace.model import Collective, Launch, RankTrace, StepWindow
@@ -85,6 +85,8 @@ def _analyse_cpu(host: Host, trace: RankTrace, issued_in: list[StepWindow], bloc
     places = locate(host, threads, events.start[work.event], issued_in, blocks)
     trace.launches = _launches(host, work, places)
     calls, problems = backend_calls(host)
+    own, more = own_calls(host)
+    calls, problems = [*calls, *own], [*problems, *more]
     start, end = events.start[work.event], events.end[work.event]
     sets = busy_sets(
         np.concatenate([start, [x.start for x in calls]]),
@@ -172,13 +174,16 @@ def _collective(call: Call, step: int, seq: int, exposed: float, layer: str, pha
         exposed=exposed,
         layer=layer,
         phase=phase,
+        schedule=call.schedule,
     )
 
 
 def _backend_launch(events: TraceEvents, collective: Collective, call: Call) -> Launch:
     """A CPU backend's collective beside the operators of the training threads; its stream is the thread that ran it."""
+    name, op = (events.names[int(events.name[i])] for i in (call.event, call.issue))
+    own = f"{c.TAG_COMM}{call.kind} {call.schedule}"
     return Launch(
-        name=events.names[int(events.name[call.event])],
+        name=own if call.schedule else name,
         start=collective.start,
         dur=collective.dur,
         category=c.COMMUNICATION,
@@ -186,7 +191,7 @@ def _backend_launch(events: TraceEvents, collective: Collective, call: Call) -> 
         step=collective.step,
         phase=collective.phase,
         layer=collective.layer,
-        op=events.names[int(events.name[call.issue])],
+        op="" if call.schedule else op,
         launch_start=float(events.start[call.issue]),
     )
 
@@ -210,6 +215,7 @@ def rows(trace: RankTrace, rank: int) -> tuple[list[CollectiveRow], list[PartRow
             exposed_ms=x.exposed / 1000,
             layer=x.layer,
             phase=x.phase,
+            schedule=x.schedule,
         )
         for x in trace.collectives
     ]

@@ -12,6 +12,7 @@ from costlab.probes.trace import classify as c
 from costlab.probes.trace.columns import CATEGORY, NONE, Message, TraceEvents
 from costlab.probes.trace.host import COMM, Host
 from costlab.probes.trace.intervals import Intervals
+from costlab.probes.trace.tags import Tag, TaggedCall, host_calls, parse, under_a_tag
 from costlab.probes.trace.work import Work
 
 _BACKENDS = ("gloo:", "mpi:", "ucc:")
@@ -32,6 +33,7 @@ class Call:
     bytes_in: int | None
     bytes_out: int | None
     event: int = -1  # the backend's range, where there is one
+    schedule: str = ""  # of our own, from its annotation
 
 
 @dataclass(slots=True, frozen=True)
@@ -54,7 +56,7 @@ def device_calls(host: Host, work: Work) -> list[Call]:
     for i, category in enumerate(work.category):
         is_kernel = events.cat[work.event[i]] == CATEGORY["kernel"]
         if category == c.COMMUNICATION and (is_kernel or work.tag[i] != NONE or _on_its_own(events, work, i)):
-            grouped[_key(work, i)].append(i)
+            grouped[_key(events, work, i)].append(i)
     return sorted((_device_call(host, work, tuple(m)) for m in grouped.values()), key=lambda call: call.start)
 
 
@@ -67,7 +69,14 @@ def _on_its_own(events: TraceEvents, work: Work, i: int) -> bool:
     return copied and not issued_by.startswith("symm_mem::")
 
 
-def _key(work: Work, i: int) -> tuple[str, int]:
+def _tag(events: TraceEvents, index: int) -> Tag | None:
+    """What a tagged range says of its call; None for NONE and for an annotation of somebody else's."""
+    return None if index == NONE else parse(events.names[events.name[index]].removeprefix(c.TAG_COMM))
+
+
+def _key(events: TraceEvents, work: Work, i: int) -> tuple[str, int]:
+    if _tag(events, int(work.tag[i])) is not None:
+        return "call", int(events.name[work.tag[i]])
     for name, index in (("tag", work.tag[i]), ("params", work.params[i]), ("named", work.named[i])):
         if index != NONE:
             return name, int(index)
@@ -78,7 +87,8 @@ def _device_call(host: Host, work: Work, members: tuple[int, ...]) -> Call:
     events, first = host.events, members[0]
     kernels = work.event[list(members)]
     sources = (int(kernels[0]), work.params[first], work.named[first], work.op[first])
-    message = _merged(*(events.messages.get(int(i)) for i in sources))
+    tag = _tag(events, int(work.tag[first]))
+    message = _merged(tag.message() if tag else None, *(events.messages.get(int(i)) for i in sources))
     kind = _device_kind(host, work, first, message)
     group, size = _group(events, message, _recorded_sizes(message))
     sizes = _complete(kind, _recorded_sizes(message), size)
@@ -93,6 +103,7 @@ def _device_call(host: Host, work: Work, members: tuple[int, ...]) -> Call:
         dtype=c.dtype_name(sizes.dtype),
         bytes_in=_bytes(sizes.elements_in, sizes.dtype),
         bytes_out=_bytes(sizes.elements_out, sizes.dtype),
+        schedule=tag.schedule if tag else "",
     )
 
 
@@ -172,6 +183,7 @@ def backend_calls(host: Host) -> tuple[list[Call], list[str]]:
     events = host.events
     ranges = _ranges(events)
     operators = [i for i in np.flatnonzero(host.is_op).tolist() if _is_c10d(events, i)]
+    inner = {operators[i] for i in np.flatnonzero(under_a_tag(host, np.array(operators, dtype=np.int64)))}
     calls, unissued = [], 0
     for i in ranges:
         match = next((o for o in operators if _fits(events, o, i)), NONE)
@@ -179,17 +191,44 @@ def backend_calls(host: Host) -> tuple[list[Call], list[str]]:
             unissued += 1
         else:
             operators.remove(match)
+        if match in inner:
+            continue  # a part of a call of our own
         calls.append(_backend_call(events, i, match))
     problems = []
     if unissued:
         problems.append(
             f"{unissued} of {len(ranges)} backend collectives have no c10d operator: their output size is derived"
         )
+    operators = [o for o in operators if o not in inner]
     if operators and not ranges:
         problems.append(f"{len(operators)} collectives were issued but the backend recorded no time for them")
     if any(call.bytes_in is None for call in calls):
         problems.append("some collectives carry no sizes: record with record_shapes=True")
     return calls, problems
+
+
+def own_calls(host: Host) -> tuple[list[Call], list[str]]:
+    """CPU collectives of our own schedules, from the annotations of the threads that worked on them."""
+    found, unseen = host_calls(host)
+    problem = f"{unseen} planned collectives ran on threads that the profiler did not record: they are missing here"
+    return [_own_call(host.events, call) for call in found], [problem] if unseen else []
+
+
+def _own_call(events: TraceEvents, call: TaggedCall) -> Call:
+    message = call.tag.message()
+    return Call(
+        event=int(call.ranges[0]),
+        kind=call.tag.kind,
+        start=float(events.start[call.ranges].min()),
+        end=float(events.end[call.ranges].max()),
+        issue=call.issue,
+        group=call.tag.ranks,
+        group_size=message.group_size or 0,
+        dtype=c.dtype_name(call.tag.dtype),
+        bytes_in=_bytes(message.elements_in, message.dtype),
+        bytes_out=_bytes(message.elements_out, message.dtype),
+        schedule=call.tag.schedule,
+    )
 
 
 def _ranges(events: TraceEvents) -> list[int]:

@@ -47,6 +47,7 @@ class Collective:
     exposed: float = 0.0
     layer: str = ""
     phase: str = ""
+    schedule: str = ""  # of our own, "" for the library's
 
 
 @dataclass(slots=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -10,7 +12,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from costlab.probes.parallel import wrap
+from costlab.probes.profiling import all_threads
 from costlab.probes.spec import RunSpec, SpecError
+from costlab.probes.trace import kineto
+from costlab.probes.trace.analyse import analyse
 
 CPU = torch.device("cpu")
 
@@ -75,3 +80,24 @@ def choices(rank: int) -> list[dict[str, Any]]:
     for _ in range(2):
         wrapped.model(torch.ones(8, 33)).square().mean().backward()
     return [{**msgspec.to_builtins(c), "before": i < before} for i, c in enumerate(wrapped.schedules)]
+
+
+def traced(rank: int, parallel: str, schedule: str) -> tuple[list[tuple[Any, ...]], list[str]]:
+    """The collectives of one profiled backward as the trace's reader sees them, and the reader's doubts."""
+    spec = RunSpec(ranks=4, device="cpu", parallel=parallel, compile="none", dtype="fp32", schedule=schedule)  # type: ignore[arg-type]
+    wrapped = wrap(model(11), ["0", "2"], spec, CPU)
+    x = torch.ones(8, 33)
+    wrapped.model(x).square().mean().backward()
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(
+        activities=activities, record_shapes=True, experimental_config=all_threads(spec)
+    ) as profiler:
+        with torch.profiler.record_function("costlab::step::0"):
+            wrapped.model(x).square().mean().backward()
+            dist.barrier()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(path))
+        trace = analyse(kineto.read(path.read_bytes()), device="cpu", blocks=[])
+    calls = [c for c in trace.collectives if c.kind != "barrier"]
+    return [(c.kind, c.schedule, c.group, c.bytes_in, c.bytes_out) for c in calls], trace.problems

@@ -53,6 +53,25 @@ def test_choices_are_kept_for_measured_sizes_and_for_each_message_of_the_step(fo
             assert (row["asked"], row["ranks"], row["hosts"], row["library"]) == ("auto", 4, 1, "gloo")
 
 
+LAYERS = [33 * 64 + 64, 64 * 64 + 64, 64 * 17 + 17]
+HALVES = [4 * n // 2 for n in (*LAYERS[:2], 64 * 18 + 18)]  # FSDP pads 17 rows for its two ranks
+
+
+@pytest.mark.parametrize("schedule", ["auto", "hybrid", "chain"])
+@pytest.mark.parametrize("parallel", ["ddp", "hsdp"])
+def test_the_trace_holds_every_planned_all_reduce_with_its_bytes(four: Any, parallel: str, schedule: str) -> None:
+    sizes = sorted(HALVES) if parallel == "hsdp" else [4 * sum(LAYERS)]
+    for rank, (calls, problems) in enumerate(four.run(cases.traced, 4, parallel, schedule)):
+        own = [c for c in calls if c[1]]
+        group = f"{rank % 2},{rank % 2 + 2}" if parallel == "hsdp" else "0,1,2,3"
+        assert sorted(c[3] for c in own) == sizes
+        assert all(c[0] == "all_reduce" and c[2] == group and c[3] == c[4] for c in own)
+        assert schedule == "auto" or {c[1] for c in own} == {schedule}
+        others = {c[0] for c in calls if not c[1]} - {"broadcast"}  # DDP's, as it orders its buckets anew
+        assert others == ({"all_gather", "reduce_scatter"} if parallel == "hsdp" else set()), "no part of a schedule"
+        assert not any("no c10d operator" in p or "missing" in p for p in problems)
+
+
 def test_symmetric_memory_is_refused_on_cpus(four: Any) -> None:
     assert all("needs CUDA tensors" in text for text in four.run(cases.refused, 4))
 

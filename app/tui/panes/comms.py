@@ -65,7 +65,7 @@ def columns(longest_ms: float, ideals: bool = False) -> list[Column[CollectiveVi
         return stacked(parts, width)  # type: ignore[arg-type]
 
     return [
-        col("call", "collective", lambda r: line(r.kind), 14, flex=1, max_width=24),
+        col("call", "collective", lambda r: line(r.name), 14, flex=1, max_width=24),
         col("dtype", "dtype", lambda r: _muted(r.dtype), 8, priority=8),
         col("group", "ranks", _group, 5, flex=1, priority=6, max_width=20),
         col("calls", "×", lambda r: line((fmt.number(r.calls), "muted")), 4, "right", priority=3),

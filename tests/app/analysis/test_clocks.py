@@ -35,7 +35,7 @@ def call(rank: int, ms: float, seq: int = 0) -> dict[str, Any]:
     return {
         "rank": rank, "step": 0, "seq": seq, "kind": "all_reduce", "group": "0,1", "group_size": 2, "dtype": "float32",
         "bytes_in": 8_000_000, "bytes_out": 8_000_000, "start_us": 0.0, "ms": ms, "exposed_ms": 0.0, "layer": "",
-        "phase": "",
+        "phase": "", "schedule": "",
     }  # fmt: skip
 
 

@@ -29,6 +29,7 @@ def row(rank: int, ms: float, **fields: Any) -> dict[str, Any]:
     base = {
         "rank": rank, "step": 0, "seq": 0, "kind": "all_reduce", "group": "0,1", "group_size": 2, "dtype": "float32",
         "bytes_in": 8 * MB, "bytes_out": 8 * MB, "start_us": 0.0, "ms": ms, "exposed_ms": 0.0, "layer": "", "phase": "",
+        "schedule": "",
     }  # fmt: skip
     return base | fields
 

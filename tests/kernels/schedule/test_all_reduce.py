@@ -98,5 +98,6 @@ def test_scratch_is_bounded(ranks: RankPool) -> None:
 
 
 def test_traces_name_the_schedule(ranks: RankPool) -> None:
-    names = ["costlab::comm::backend", "costlab::comm::hybrid", "costlab::comm::ring"]
+    said = "costlab::comm::all_reduce schedule={} bytes=256 dtype=float32 ranks=0,1"
+    names = [said.format(schedule) for schedule in ("backend", "hybrid", "ring")]
     assert ranks.run(cases.tagged, 2, ((0,), (1,))) == [names] * 2
