@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import typer
 
 from costlab.app.codec.commands import codec
-from costlab.app.command import stop
+from costlab.app.command import cancel_on_signals, stop
 from costlab.app.exit_codes import Exit
 from costlab.app.export.cli import export as export_cli
 from costlab.app.kernel_bench.commands import bench_kernels
@@ -189,16 +189,13 @@ def _option_message(text: str) -> str:
 
 def execute(spec: RunSpec, out: Path | None, *, quiet: bool = False) -> Exit:
     """Launch, narrate on stderr, print the run directory last on stdout."""
-    import signal
-
     from costlab.app.narrate import Narrator
     from costlab.app.store import new_run_directory
     from costlab.probes.launch import Launcher, LaunchError
 
     run_dir = out or _guard(lambda: new_run_directory(spec.workload, spec.size))
     launcher = Launcher(spec, run_dir)
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, lambda *_: launcher.cancel())
+    cancel_on_signals(launcher.cancel)
     narrator = Narrator(sys.stderr, ranks=launcher.ranks, quiet=quiet)
     try:
         manifest = launcher.run(narrator.tell)

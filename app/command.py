@@ -30,10 +30,19 @@ def stop(message: str, code: Exit) -> NoReturn:
     raise typer.Exit(int(code))
 
 
+_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
 def cancel_on_signals(cancel: Callable[[], None]) -> None:
     """Ctrl-C, SIGTERM and a lost terminal end a job's ranks in order."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for number in _ENDING:
         signal.signal(number, lambda *_: cancel())
+
+
+def interrupt_on_signals() -> None:
+    """SIGTERM and a lost terminal raise KeyboardInterrupt as Ctrl-C does."""
+    for number in _ENDING:
+        signal.signal(number, signal.default_int_handler)
 
 
 def narrate(event: AnyEvent) -> None:

@@ -10,6 +10,7 @@ import contextlib
 import os
 import signal
 import subprocess
+import threading
 import time
 from collections.abc import Callable, Sequence
 
@@ -21,9 +22,15 @@ class ChildCancelled(Exception):
 
 
 def ask(
-    command: Sequence[str], *, timeout_s: float | None = None, cancelled: Callable[[], bool] = lambda: False
+    command: Sequence[str],
+    *,
+    timeout_s: float | None = None,
+    cancelled: Callable[[], bool] = lambda: False,
+    told: Callable[[str], None] | None = None,
 ) -> subprocess.CompletedProcess[str]:
     """The ended process with its output as text, bytes that are none replaced.
+
+    With `told` each line of its standard output goes there as it comes, on a thread, and the result holds none.
 
     Raises ChildCancelled, subprocess.TimeoutExpired after `timeout_s`, OSError where it cannot be started. However
     this is left, by KeyboardInterrupt too, the process and those it started have ended.
@@ -32,6 +39,7 @@ def ask(
     theirs, ours = os.pipe()
     try:
         process = _start(command, theirs)
+        teller = None if told is None else _teller(process, told)
         try:
             while True:
                 try:
@@ -42,9 +50,11 @@ def ask(
                     if ends is not None and time.monotonic() > ends:
                         raise subprocess.TimeoutExpired(command, timeout_s or 0.0) from None
                     continue
-                return subprocess.CompletedProcess(command, process.returncode, out, err)
+                return subprocess.CompletedProcess(command, process.returncode, out or "", err)
         finally:
             _end(process)
+            if teller is not None:
+                teller.join(10)  # what the process started may hold its output open
     finally:
         os.close(ours)
 
@@ -57,6 +67,19 @@ def _start(command: Sequence[str], stdin: int) -> subprocess.Popen[str]:
         )  # fmt: skip
     finally:
         os.close(stdin)
+
+
+def _teller(process: subprocess.Popen[str], told: Callable[[str], None]) -> threading.Thread:
+    stream, process.stdout = process.stdout, None  # `communicate` then reads the errors alone
+
+    def tell() -> None:
+        with stream or contextlib.nullcontext(()) as lines:
+            for text in lines:
+                told(text.rstrip("\n"))
+
+    thread = threading.Thread(target=tell, name="costlab-child-output", daemon=True)
+    thread.start()
+    return thread
 
 
 def _end(process: subprocess.Popen[str]) -> None:

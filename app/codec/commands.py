@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import signal
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from costlab.app.command import stop
+from costlab.app.command import interrupt_on_signals, stop
 from costlab.app.exit_codes import Exit
 from costlab.app.whatif.cli import FORMS, Force, Output, check_writable, finish, terminal_width
 
@@ -42,8 +41,7 @@ def codec(
     path = str(file.expanduser().absolute()) if file is not None else ""
     request = CodecRequest(path=path, model=model, steps=steps, device=device, limit_mb=limit, timing=timing)
     check_writable(output, force)
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.default_int_handler)
+    interrupt_on_signals()
     try:
         check(request)
         result = measure(request)

@@ -8,8 +8,9 @@ from typing import Annotated
 
 import typer
 
-from costlab.app.command import Form, stop
+from costlab.app.command import Form, interrupt_on_signals, stop
 from costlab.app.exit_codes import Exit
+from costlab.app.text import plain
 from costlab.probes.kernel_spec import KERNELS, KernelSpec
 
 
@@ -32,8 +33,9 @@ def bench_kernels(
     if not 5 <= samples <= 10_000:
         stop("--samples must be 5 to 10000", Exit.USAGE)
     spec = KernelSpec(kernels=chosen, samples=samples, inductor=not no_inductor)
+    interrupt_on_signals()
     try:
-        result = run(spec, lambda name: typer.echo(f"costlab: {name}", err=True))
+        result = run(spec, lambda name: typer.echo(f"costlab: {plain(name)}", err=True))
     except BenchFailed as error:
         stop(f"the benchmark failed: {error}", Exit.RUN_FAILED)
     except KeyboardInterrupt:

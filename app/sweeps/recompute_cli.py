@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from costlab.app.command import stop
+from costlab.app.command import cancel_on_signals, stop
 from costlab.app.exit_codes import Exit
 from costlab.app.whatif.cli import (
     FORMS,
@@ -62,8 +61,7 @@ def register(sweep: typer.Typer, run_command: Callable[..., None], make_spec: Ma
             work = Sweep(spec, policy or default_policies(spec), rounds)
         except SpecError as error:
             stop(str(error), Exit.USAGE)
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            signal.signal(number, lambda *_: work.cancel())
+        cancel_on_signals(work.cancel)
         with TemporaryDirectory(prefix="costlab-sweep-") as folder:
             found = work.run(keep or Path(folder), _silent if quiet else _say, _nothing)
         measured = any(p.step_ms is not None for p in found.points)

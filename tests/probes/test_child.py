@@ -45,6 +45,21 @@ def test_output_is_text_whatever_bytes_it_has() -> None:
     assert last_words(done) == "b\ufffd"
 
 
+def test_lines_are_told_as_they_come_and_errors_kept() -> None:
+    code = """
+import sys, time
+print("one", flush=True)
+time.sleep(0.3)
+sys.stdout.buffer.write(b"two\\xff\\n")
+sys.exit("three")
+"""
+    heard: list[tuple[str, float]] = []
+    done = ask([sys.executable, "-c", code], told=lambda text: heard.append((text, time.monotonic())))
+    assert [text for text, _ in heard] == ["one", "two\ufffd"]
+    assert heard[1][1] - heard[0][1] > 0.2, "while it runs"
+    assert (done.returncode, done.stdout, last_words(done)) == (1, "", "three")
+
+
 def test_how_it_ended_where_it_said_nothing() -> None:
     kill = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
     assert "SIGKILL: was memory short?" in last_words(ask([sys.executable, "-c", kill]))
