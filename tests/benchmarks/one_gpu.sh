@@ -12,6 +12,10 @@ timed() { local t=$SECONDS; "$@"; local rc=$?; echo "== $((SECONDS - t)) s, rc $
 
 mkdir -p "$out"
 timed costlab doctor
+if [ "${WHATIF:-1}" = 1 ]; then
+    timed costlab whatif --preset 1b --ranks 1 --what-if fused,fp8 -f md -o "$out/whatif.md"
+    timed costlab whatif --preset 1b --ranks 1 --what-if fused,fp8 -f json -o "$out/whatif.json"
+fi
 timed costlab run --preset 1b --ranks 1 --out "$work/llama-1b"
 timed costlab report "$work/llama-1b" -f text -o "$out/llama-1b.txt"
 timed "$python" "$here/step_time.py" "$work/llama-1b" "$out"

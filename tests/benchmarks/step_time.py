@@ -1,8 +1,8 @@
-"""Is costlab's step time the one a hand-written loop has? The same model, trained by a plain script, on one GPU.
+"""Is costlab's step time the one a hand-written loop has? The same model, trained by a plain script on as many GPUs.
 
-Run under torchrun's environment variables for one rank:
     python tests/benchmarks/step_time.py RUN_DIR [RESULTS_FOLDER]
-where RUN_DIR is a finished `costlab run --preset 1b --ranks 1` of the same machine.
+    torchrun --standalone --nproc-per-node 2 tests/benchmarks/step_time.py RUN_DIR [RESULTS_FOLDER]
+where RUN_DIR is a finished `costlab run --preset 1b` of the same machine on one rank, or on as many as torchrun starts.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import os
 import statistics
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -28,8 +29,8 @@ WARMUP = 8
 
 
 def hand_written(size: str, batch: int, seq: int, dtype: str) -> list[float]:
-    """Step times in ms of the loop a person would write: FSDP2, per-block compile, AdamW, bf16."""
-    device = torch.device("cuda", 0)
+    """Step times in ms of the loop a person would write: FSDP2, per-block compile, AdamW, bf16; the slowest rank's."""
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
     dist.init_process_group("nccl", device_id=device)
     torch.manual_seed(0)
@@ -54,8 +55,11 @@ def hand_written(size: str, batch: int, seq: int, dtype: str) -> list[float]:
         optimizer.zero_grad(set_to_none=True)
         marks[i + 1].record()
     torch.cuda.synchronize()
+    times = torch.tensor([a.elapsed_time(b) for a, b in pairwise(marks)][WARMUP:], device=device)
+    dist.all_reduce(times, op=dist.ReduceOp.MAX)
+    slowest: list[float] = times.tolist()
     dist.destroy_process_group()
-    return [marks[i].elapsed_time(marks[i + 1]) for i in range(WARMUP, WARMUP + STEPS)]
+    return slowest
 
 
 def reported(run: Path) -> dict[str, object]:
@@ -76,15 +80,21 @@ def main() -> None:
     size = llama.SIZES[spec["size"]]
     batch, seq = spec["batch"] or size.batch, spec["seq"] or size.seq
     times = hand_written(spec["size"], batch, seq, spec["dtype"])
+    if os.environ["RANK"] != "0":
+        return
     own = report["steps"]["step_ms"]["value"]  # type: ignore[index]
+    seconds = report["run"]["duration_s"]  # type: ignore[index]
     peer = statistics.median(times)
     waterfall = report["waterfall"]
     total = sum(p["ms"] for p in waterfall["parts"])  # type: ignore[index]
-    command = "costlab run --preset 1b --ranks 1; python tests/benchmarks/step_time.py RUN"
+    ranks = int(os.environ["WORLD_SIZE"])
+    launch = f"torchrun --standalone --nproc-per-node {ranks}" if ranks > 1 else "python"
+    command = f"costlab run --preset 1b --ranks {ranks}; {launch} tests/benchmarks/step_time.py RUN"
+    named = "" if ranks == 1 else f"_x{ranks}"
     results = [
-        result("step_time", own, "ms", peer="hand-written loop", peer_value=peer, n=STEPS, command=command),
+        result(f"step_time{named}", own, "ms", peer="hand-written loop", peer_value=peer, n=STEPS, command=command),
         result(
-            "waterfall_sum",
+            f"waterfall_sum{named}",
             total,
             "ms",
             peer="step time",
@@ -92,9 +102,9 @@ def main() -> None:
             n=spec["profile_steps"],
             command=command,
         ),
-        result("run_seconds", report["run"]["duration_s"], "s", peer="bound", peer_value=120.0, n=1, command=command),  # type: ignore[index]
+        result(f"run_seconds{named}", seconds, "s", peer="bound", peer_value=120.0, n=1, command=command),
     ]
-    path = save("step_time", report["environment"], results, folder)  # type: ignore[arg-type]
+    path = save(f"step_time{named}", report["environment"], results, folder)  # type: ignore[arg-type]
     print(path.read_text())
 
 
