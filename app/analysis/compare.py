@@ -43,6 +43,7 @@ class Change(View, frozen=True, kw_only=True):
     verdict: Verdict = "unknown"
     low: float | None = None  # 95 % interval of `change`
     high: float | None = None
+    again: float | None = None  # `ratio` between two runs that are alike, where that was measured
 
 
 class LayerChange(View, frozen=True, kw_only=True):

@@ -257,11 +257,18 @@ def _write_arm(doc: Document, arm: Arm) -> None:
         return
     inner = Document()
     rows: list[list[Cell]] = [
-        [c.name, value(c.a, c.unit), value(c.b, c.unit), signed(c.change, c.unit), percent(c.ratio)] for c in changes
-    ]
-    inner.table(["", "baseline", arm.name, "change", "relative"], rows, right=range(1, 5))
+        [
+            c.name, value(c.a, c.unit), value(c.b, c.unit), signed(c.change, c.unit), percent(c.ratio),
+            MISSING if c.again is None else percent(c.again), MISSING if c.verdict == "unknown" else c.verdict,
+        ]
+        for c in changes
+    ]  # fmt: skip
+    inner.table(["", "baseline", arm.name, "change", "relative", "A/A", ""], rows, right=range(1, 6))
     inner.items([[sentence(n)] for n in arm.notes])
-    inner.say("Memory, energy and cost are of all legs; the rest is of the two legs that were profiled.")
+    inner.say(
+        "Memory, energy and cost are of all legs; the rest is of the two legs that were profiled. A/A: what two legs"
+        " that are alike differ by; no more than that, or an overlap of a figure's own intervals, is the same."
+    )
     doc.details(f"What else {arm.name} changes", inner)
 
 

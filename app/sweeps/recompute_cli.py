@@ -40,7 +40,7 @@ def register(sweep: typer.Typer, run_command: Callable[..., None], make_spec: Ma
         policy: Policies = None,
         rounds: Rounds = 2,
         keep: Annotated[Path | None, typer.Option("--keep", help="Folder to keep the runs in")] = None,
-        format: Annotated[str, typer.Option("--format", help="text, md or json")] = "text",
+        format: Annotated[str, typer.Option("--format", "-f", help="text, md or json")] = "text",
         output: Output = None,
         force: Force = False,
         quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress on stderr")] = False,

@@ -53,7 +53,7 @@ def register(app: typer.Typer, run_command: Callable[..., None], make_spec: Make
         budget: Budget = None,
         together: Together = False,
         l2: L2 = "auto",
-        format: Annotated[str, typer.Option("--format", help="text, md or json")] = "text",
+        format: Annotated[str, typer.Option("--format", "-f", help="text, md or json")] = "text",
         quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress on stderr")] = False,
     ) -> None:
         """Find what fused kernels would save in a training step, try it, and write what won to a plan file."""

@@ -26,7 +26,7 @@ Factorial = Annotated[bool, typer.Option("--factorial", help="All combinations, 
 Legs = Annotated[int | None, typer.Option(help="Legs of each arm; default 4, or at most 12 with --budget")]
 Budget = Annotated[float | None, typer.Option(help="Seconds; stops as soon as every interval is decided")]
 Fresh = Annotated[bool, typer.Option("--fresh", help="Measure again what was measured before")]
-Form = Annotated[str, typer.Option("--format", help="text, md or json")]
+Form = Annotated[str, typer.Option("--format", "-f", help="text, md or json")]
 Output = Annotated[Path | None, typer.Option("--output", "-o", help="File to write; default: stdout")]
 Force = Annotated[bool, typer.Option("--force", help="Overwrite the file")]
 Graphs = Annotated[bool, typer.Option("--with-cudagraphs", help="Also compiled FSDP2 with CUDA graphs")]

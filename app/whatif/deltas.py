@@ -5,10 +5,13 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Sequence
 
+import msgspec
+
 from costlab.app.analysis.compare import Change, change_of
 from costlab.app.analysis.cost import money_per_ms
 from costlab.app.analysis.views import Figure, RunReport
 from costlab.app.whatif.results import LegRecord
+from costlab.app.whatif.spec import BASELINE, CONTROL
 
 Getter = Callable[[RunReport], float | None]
 
@@ -76,21 +79,53 @@ def typical(legs: Sequence[LegRecord], arms: Sequence[str], field: str) -> float
 
 
 def deltas(
-    legs: Sequence[LegRecord], base: Sequence[str], arm: str, before: RunReport | None, after: RunReport | None
+    legs: Sequence[LegRecord],
+    arm: str,
+    before: RunReport | None,
+    after: RunReport | None,
+    again: RunReport | None = None,
 ) -> list[Change]:
     """All changes of which one side at least was measured.
 
-    Memory and energy are medians over all legs; the rest is of the profiled legs, one each, without an interval.
+    Memory and energy are medians over all legs; the rest is of the profiled legs, one each. What changes no more than
+    between the baseline's leg and the control's, whose report is `again`, or within a figure's own interval, is "same".
     """
-    out = [
-        change_of(name, unit, typical(legs, base, field), typical(legs, [arm], field))
-        for name, unit, field in (("peak memory", "B", "peak_bytes"), ("energy per step", "J", "step_joules"))
-    ]
+    out = []
+    for name, unit, field in (("peak memory", "B", "peak_bytes"), ("energy per step", "J", "step_joules")):
+        base, first, second = (typical(legs, arms, field) for arms in ([BASELINE, CONTROL], [BASELINE], [CONTROL]))
+        change = change_of(name, unit, base, typical(legs, [arm], field))
+        out.append(_beside(change, change_of(name, unit, first, second)))
     if before is not None and after is not None:
-        out += [
-            change_of(name, unit, get(before), get(after), more_is_better=more) for name, unit, get, more in _FIGURES
-        ]
+        out += [_figure(which, before, after, again) for which in _FIGURES]
     return [c for c in out if c.a is not None or c.b is not None]
+
+
+def _figure(
+    which: tuple[str, str, Getter, bool], before: RunReport, after: RunReport, again: RunReport | None
+) -> Change:
+    name, unit, get, more = which
+    change = change_of(name, unit, get(before), get(after), more_is_better=more)
+    if get in (_stall, _save_stall) and _overlap(_stall_of(before), _stall_of(after)):
+        change = msgspec.structs.replace(change, verdict="same")
+    return change if again is None else _beside(change, change_of(name, unit, get(before), get(again)))
+
+
+def _stall_of(r: RunReport) -> Figure | None:
+    return r.checkpoint.stall if r.checkpoint else None
+
+
+def _overlap(a: Figure | None, b: Figure | None) -> bool:
+    if a is None or b is None or a.low is None or a.high is None or b.low is None or b.high is None:
+        return False
+    return a.low <= b.high and b.low <= a.high
+
+
+def _beside(change: Change, alike: Change) -> Change:
+    """The change with what two legs that are alike differ by; no more than that is no change."""
+    if alike.ratio is None:
+        return change
+    told = change.ratio is None or abs(change.ratio) > abs(alike.ratio)
+    return msgspec.structs.replace(change, again=alike.ratio, verdict=change.verdict if told else "same")
 
 
 def money_change(report: RunReport | None, base: tuple[float, int, int], arm: tuple[float, int, int]) -> Change | None:

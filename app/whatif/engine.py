@@ -22,7 +22,7 @@ from costlab.app.whatif.legs import LauncherFactory, Launching, leg_directory, l
 from costlab.app.whatif.outcome import Evidence, conclude
 from costlab.app.whatif.predict import predict
 from costlab.app.whatif.results import LegRecord, WhatIfResult, WhatIfStatus, is_variant
-from costlab.app.whatif.spec import BASELINE, CONTROL, WhatIfSpec, environment_key, spec_key
+from costlab.app.whatif.spec import BASELINE, WhatIfSpec, environment_key, spec_key
 from costlab.app.whatif.store import record_predictions, save
 from costlab.probes.launch import Launcher, LaunchError
 from costlab.probes.warm import Template, TemplateError, WarmLauncher
@@ -228,7 +228,7 @@ class WhatIf:
         )
         if record.status == "complete" and record.step_ms is None:
             self._evidence.notes.append(f"{arm}: a leg completed without a timed step")
-        if record.status == "complete" and arm != CONTROL:
+        if record.status == "complete":
             self._evidence.reports.setdefault(arm, report)
         return record
 

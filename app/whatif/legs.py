@@ -43,18 +43,18 @@ def leg_spec(whatif: WhatIfSpec, arm: str, round_: int) -> RunSpec:
     """Options of one leg.
 
     All legs of a round have the same seed, each round its own: differences within a round are at equal data and
-    weights, differences between rounds show what the seed does. Only an arm's first leg is profiled and saves
-    checkpoints. The first round compiles cold and measures the machine; later ones are lean. Eager and lean legs warm
-    up two steps longer: the others compile twice, two steps each, and a timed step must be the same training step in
-    every leg for its loss to be comparable.
+    weights, differences between rounds show what the seed does. Only an arm's first leg is profiled and, but for the
+    control's, saves checkpoints. The first round compiles cold and measures the machine; later ones are lean. Eager
+    and lean legs warm up two steps longer: the others compile twice, two steps each, and a timed step must be the same
+    training step in every leg for its loss to be comparable.
     """
     spec = whatif.arm(arm)
-    first = round_ == 0 and arm != CONTROL
+    first = round_ == 0
     return msgspec.structs.replace(
         spec,
         seed=spec.seed + round_,
         profile_steps=spec.profile_steps if first else 0,
-        checkpoint=first and spec.checkpoint,
+        checkpoint=first and arm != CONTROL and spec.checkpoint,
         checkpoint_budget_s=spec.checkpoint_budget_s or SAVES_S,
         warmup=spec.warmup + (2 if round_ or spec.compile == "none" else 0),
         keep_raw=False,

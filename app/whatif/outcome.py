@@ -188,9 +188,7 @@ def _arm(
         change=change,
         predicted=prediction,
         parity=judge(evidence.legs, name, variant.options),
-        deltas=deltas(
-            evidence.legs, [BASELINE, CONTROL], name, evidence.reports.get(BASELINE), evidence.reports.get(name)
-        ),
+        deltas=deltas(evidence.legs, name, *(evidence.reports.get(a) for a in (BASELINE, name, CONTROL))),
         money=_money(evidence, name),
         saves=save_effect(
             evidence.reports.get(BASELINE), evidence.reports.get(name), evidence.spec.baseline, evidence.spec.arm(name)

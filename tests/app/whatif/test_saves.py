@@ -53,10 +53,32 @@ def test_stall_and_bytes_are_of_the_way_each_arm_asks_for() -> None:
 
 
 def test_the_deltas_hold_the_stall_and_the_bytes() -> None:
-    found = {c.name: c for c in deltas([], ["baseline"], "fp8", saved("dcp", SYNC), saved("fp8", SYNC, OWN))}
+    found = {c.name: c for c in deltas([], "fp8", saved("dcp", SYNC), saved("fp8", SYNC, OWN))}
     assert (found["checkpoint stall of a save"].a, found["checkpoint stall of a save"].b) == (900.0, 20.0)
     assert (found["checkpoint bytes"].a, found["checkpoint bytes"].b) == (12_000_000, 3_300_000)
     assert found["checkpoint stall per step"].b == pytest.approx(0.04)
+
+
+def test_a_change_within_what_two_alike_legs_differ_by_is_none() -> None:
+    def exposing(ms: float) -> RunReport:
+        plain = example()
+        assert plain.collectives is not None
+        return msgspec.structs.replace(plain, collectives=msgspec.structs.replace(plain.collectives, exposed_ms=ms))
+
+    def verdicts(*ms: float) -> list[tuple[str, float | None]]:
+        before, after, again = map(exposing, ms)
+        found = deltas([], "fused", before, after, again)
+        return [(c.verdict, c.again) for c in found if c.name == "exposed communication"]
+
+    assert verdicts(50.0, 24.0, 20.0) == [("same", pytest.approx(-0.6))]
+    assert verdicts(50.0, 24.0, 80.0) == [("same", pytest.approx(0.6))]
+    assert verdicts(50.0, 24.0, 45.0) == [("better", pytest.approx(-0.1))]
+
+
+def test_stalls_whose_intervals_overlap_are_the_same() -> None:
+    other = row("sync", bytes=12_000_000, stall_ms=700.0, stall_low_ms=500.0, stall_high_ms=900.0)
+    found = {c.name: c for c in deltas([], "fused", saved("dcp", SYNC), saved("dcp", other))}
+    assert {found[n].verdict for n in ("checkpoint stall of a save", "checkpoint stall per step")} == {"same"}
 
 
 def test_a_save_that_was_refused_or_left_out_says_why() -> None:
@@ -95,7 +117,7 @@ def test_traffic_that_the_trace_cannot_hold_is_not_a_saving() -> None:
     before = msgspec.structs.replace(plain, collectives=msgspec.structs.replace(plain.collectives, exposed_ms=5.0))
     hooked = msgspec.structs.replace(before.run, spec={**before.run.spec, "schedule": "auto"})
     after = msgspec.structs.replace(before, run=hooked)
-    found = {c.name: c for c in deltas([], ["baseline"], "hybrid", before, after)}
+    found = {c.name: c for c in deltas([], "hybrid", before, after)}
     for name in ("communicated bytes", "exposed communication"):
         assert found[name].a is not None
         assert found[name].b is None
