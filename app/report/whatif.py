@@ -277,14 +277,15 @@ def _write_predictions(doc: Document, result: WhatIfResult) -> None:
     rows: list[list[Cell]] = []
     for arm in result.variants:
         foretold, change = arm.predicted, arm.change
-        if foretold is None:
-            rows.append([arm.name, MISSING, MISSING, MISSING, "no model says what this does"])
-            continue
         measured = percent(change.value) if change else MISSING
-        inside = "" if foretold.inside is None else "inside the interval; " if foretold.inside else ""
+        if foretold is None:
+            rows.append([arm.name, MISSING, measured, MISSING, "no model says what this does"])
+            continue
+        inside = "" if foretold.inside is None else "inside the interval" if foretold.inside else "outside it"
         error = MISSING if foretold.error is None else f"{foretold.error * 100:+.1f} points"
-        rows.append([arm.name, percent(foretold.change), measured, error, inside + foretold.how])
-    doc.table(["", "predicted", "measured", "error", "model"], rows, right=(1, 2, 3), wide=4)
+        rows.append([arm.name, percent(foretold.change), measured, error, inside])
+    doc.table(["", "predicted", "measured", "error", "prediction"], rows, right=(1, 2, 3), wide=4)
+    doc.items([[f"{arm.name}: {arm.predicted.how}."] for arm in result.variants if arm.predicted])
 
 
 def parity_words(parity: Parity) -> str:
@@ -307,14 +308,14 @@ def parity_words(parity: Parity) -> str:
 
 
 def _write_parity(doc: Document, result: WhatIfResult) -> None:
-    rows: list[list[Cell]] = [
-        [a.name, _PARITY[a.parity.verdict], parity_words(a.parity)]
+    said: list[list[Cell]] = [
+        [f"{a.name}: {_PARITY[a.parity.verdict]}: {parity_words(a.parity)}."]
         for a in result.variants
         if a.parity and not a.failure
     ]
-    if rows:
+    if said:
         doc.heading("Losses")
-        doc.table(["", "loss", ""], rows, wide=2)
+        doc.items(said)
 
 
 def _write_method(doc: Document, result: WhatIfResult) -> None:

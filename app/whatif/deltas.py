@@ -51,7 +51,8 @@ def _stall(r: RunReport) -> float | None:
 
 
 def _save_stall(r: RunReport) -> float | None:
-    return _value(r.checkpoint.stall) if r.checkpoint else None
+    stall = _value(r.checkpoint.stall) if r.checkpoint else None
+    return None if stall is None else max(stall, 0.0)  # less is noise: a share of it would mean nothing
 
 
 def _save_bytes(r: RunReport) -> float | None:

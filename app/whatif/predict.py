@@ -198,6 +198,8 @@ def _wire_bytes(report: RunReport, spec: RunSpec) -> float:
 
 
 def _fused(report: RunReport, _base: RunSpec, other: RunSpec) -> Prediction | None:
+    if other.fused and report.environment.device == "cpu":
+        return Prediction(change=0.0, how="fused kernels need a CUDA device with Triton: none is put in here")
     root = report.fusion.layers[0] if report.fusion and report.fusion.layers else None
     if root is None or root.path or root.saves_ms is None or not other.fused:
         return None

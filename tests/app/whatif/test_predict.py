@@ -92,6 +92,12 @@ def test_fused_kernels_save_what_missed_fusions_cost(report: RunReport) -> None:
     assert change(report, fused=True) == pytest.approx(-root.saves_ms / report.steps.step_ms.value)  # type: ignore[operator]
 
 
+def test_fused_kernels_that_a_cpu_cannot_run_save_nothing(report: RunReport) -> None:
+    on_cpu = msgspec.structs.replace(report, environment=msgspec.structs.replace(report.environment, device="cpu"))
+    found = predict(on_cpu, BASE, {"fused": True})
+    assert found is not None and found.change == 0.0 and "none is put in" in found.how
+
+
 def test_what_the_timed_steps_do_not_contain_changes_nothing(report: RunReport) -> None:
     assert change(report, checkpoint=False) == 0.0
 
