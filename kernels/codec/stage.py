@@ -16,6 +16,7 @@ import torch
 
 from costlab.kernels.codec import log8
 from costlab.kernels.codec.codecs import Codec, as_bytes, block_grid, error_bound, raw_blocks
+from costlab.kernels.codec.errors import CheckpointError
 from costlab.kernels.codec.fp8 import bad_blocks
 from costlab.kernels.codec.plan import Item, Plan, Way
 from costlab.kernels.codec.slabs import Region
@@ -78,9 +79,11 @@ class Stager:
             if plan.device_copy is None:
                 plan.device_copy = DeviceCopy(plan, device, self._direct(plan, device))
             self._arena, self._counters = plan.device_copy.enqueue()
-        except torch.OutOfMemoryError:
+        except torch.OutOfMemoryError as error:
             if self.mode == "device":
-                raise
+                raise CheckpointError(
+                    f"the snapshot does not fit into what {device} has free; snapshot='auto' and 'stream' need less"
+                ) from error
             plan.device_copy = DeviceCopy(plan, device, len(plan.fixed) + 1)
             self._arena, self._counters = plan.device_copy.enqueue()
         self.snapshot_bytes = plan.device_copy.length
