@@ -90,7 +90,15 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=F
 
 
 PRESETS: dict[str, dict[str, object]] = {
-    "smoke": {"workload": "llama", "size": "tiny", "dtype": "fp32", "steps": 20, "warmup": 3, "profile_steps": 2},
+    "smoke": {
+        "workload": "llama",
+        "size": "tiny",
+        "dtype": "fp32",
+        "steps": 20,
+        "warmup": 3,
+        "profile_steps": 2,
+        "checkpoint_budget_s": 15.0,  # the first look at costlab; the other ways of saving can be asked for
+    },
     "small": {"workload": "llama", "size": "small", "dtype": "bf16", "steps": 20},
     "1b": {"workload": "llama", "size": "1b", "dtype": "bf16", "batch": 4, "seq": 2048, "steps": 20},
     "resnet50": {"workload": "resnet50", "size": "full", "dtype": "bf16", "steps": 20},
