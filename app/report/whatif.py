@@ -22,6 +22,8 @@ from costlab.app.whatif.static_dynamic import Row, StaticDynamic
 from costlab.app.whatif.store import Accuracy
 
 LABEL, PLOT = 20, 26  # cells of the forest plot's names and of its axis
+TELLING = 1.0  # an interval wider than this, in relative change, says nothing
+TENFOLD = 10.0
 _VERDICT = {"faster": "● faster", "slower": "○ slower", "no difference": "= no difference", "invalid": "! invalid"}
 _PARITY = {"same": "● same", "different": "○ different", "unknown": "? unknown", "not comparable": "– not comparable"}
 _ENDED = {
@@ -73,10 +75,16 @@ def percent(amount: float | None) -> str:
 
 
 def limits(figure: Figure | None) -> str:
-    """The interval of a relative change: [-9.6, -8.8]."""
+    """The interval of a relative change: [-9.6, -8.8]; an end beyond tenfold is no more than that."""
     if figure is None or figure.low is None or figure.high is None:
         return ""
-    return f"[{figure.low * 100:+.1f}, {figure.high * 100:+.1f}]"
+    high = f"{figure.high * 100:+.1f}" if figure.high < TENFOLD else f">+{TENFOLD * 100:.0f}"
+    return f"[{figure.low * 100:+.1f}, {high}]"
+
+
+def tells(figure: Figure) -> bool:
+    """Whether the interval is narrow enough to say anything."""
+    return figure.low is None or figure.high is None or figure.high - figure.low <= TELLING
 
 
 def answer(result: WhatIfResult, arm: Arm) -> str:
@@ -89,6 +97,12 @@ def answer(result: WhatIfResult, arm: Arm) -> str:
     if arm.change is None or arm.step_ms is None:
         return f"{arm.name} was not measured in enough rounds to be compared."
     between = f"{ms(_baseline_ms(result))} to {ms(arm.step_ms.value)} a step"
+    if arm.verdict == "no difference" and not tells(arm.change):
+        rounds = f"{arm.change.n} rounds" if arm.change.n else "the rounds"
+        return (
+            f"{arm.name}: the noise of {rounds} hides whatever it does to the {arm.measure},"
+            f" {limits(arm.change)} %. More rounds (--legs) or a quieter machine would tell."
+        )
     if arm.verdict == "no difference":
         return f"{arm.name}: no difference in {arm.measure} that the noise allows to see, {limits(arm.change)} %."
     money = f", {signed(arm.money.change, arm.money.unit)} {arm.money.name.removeprefix('cost ')}" if arm.money else ""
@@ -133,14 +147,16 @@ class Axis:
 
 
 def axis_of(arms: Sequence[Arm], cells: int) -> Axis:
-    """An axis that holds zero, every estimate and every variant's interval.
+    """An axis that holds zero, every estimate and every variant's interval as far as it tells anything.
 
-    The control's interval has the fewest degrees of freedom and may be very wide: it is cut rather than let squeeze the
-    rest.
+    The control's interval has the fewest degrees of freedom and may be very wide, as all are after two rounds: it is
+    cut rather than let squeeze the rest.
     """
     figures = [a.change for a in arms if a.change is not None and is_variant(a.name)]
+    values = [a.change.value for a in arms if a.change is not None and a.change.value is not None]
+    reach = max([TELLING / 2, *(1.5 * abs(v) for v in values)])
     ends = [v for f in figures for v in (f.low, f.high) if v is not None and math.isfinite(v)]
-    ends += [a.change.value for a in arms if a.change is not None and a.change.value is not None]
+    ends = [*values, *(min(max(v, -reach), reach) for v in ends)]
     low, high = min([0.0, *ends]), max([0.0, *ends])
     pad = max((high - low) * 0.04, 0.001)
     return Axis(low - pad, high + pad, cells)
@@ -267,7 +283,7 @@ def _write_arm(doc: Document, arm: Arm) -> None:
     inner.items([[sentence(n)] for n in arm.notes])
     inner.say(
         "Memory, energy and cost are of all legs; the rest is of the two legs that were profiled. A/A: what two legs"
-        " that are alike differ by; no more than that, or an overlap of a figure's own intervals, is the same."
+        " that are alike differ by; up to three times that, or an overlap of a figure's own intervals, is the same."
     )
     doc.details(f"What else {arm.name} changes", inner)
 

@@ -13,6 +13,7 @@ from costlab.app.analysis.views import Figure, RunReport
 from costlab.app.whatif.results import LegRecord
 from costlab.app.whatif.spec import BASELINE, CONTROL
 
+MARGIN = 3.0  # two normal differences have such a ratio or a larger one in 20 of 100 cases
 Getter = Callable[[RunReport], float | None]
 
 
@@ -89,7 +90,8 @@ def deltas(
     """All changes of which one side at least was measured.
 
     Memory and energy are medians over all legs; the rest is of the profiled legs, one each. What changes no more than
-    between the baseline's leg and the control's, whose report is `again`, or within a figure's own interval, is "same".
+    three times as much as between the baseline's leg and the control's, whose report is `again`, or within a figure's
+    own interval, is "same".
     """
     out = []
     for name, unit, field in (("peak memory", "B", "peak_bytes"), ("energy per step", "J", "step_joules")):
@@ -122,10 +124,10 @@ def _overlap(a: Figure | None, b: Figure | None) -> bool:
 
 
 def _beside(change: Change, alike: Change) -> Change:
-    """The change with what two legs that are alike differ by; no more than that is no change."""
+    """The change with what two legs that are alike differ by; one such pair says little, hence the margin."""
     if alike.ratio is None:
         return change
-    told = change.ratio is None or abs(change.ratio) > abs(alike.ratio)
+    told = change.ratio is None or abs(change.ratio) > MARGIN * abs(alike.ratio)
     return msgspec.structs.replace(change, again=alike.ratio, verdict=change.verdict if told else "same")
 
 

@@ -12,10 +12,12 @@ from hypothesis import strategies as st
 
 from costlab.app.analysis.views import Figure
 from costlab.app.report.whatif import (
+    answer,
     axis_labels,
     axis_of,
     forest,
     interval_cells,
+    limits,
     render_accuracy,
     render_static_dynamic,
     render_whatif,
@@ -128,6 +130,19 @@ def test_a_control_wider_than_the_axis_is_cut_and_says_so() -> None:
     assert drawn[0] == "◂"
     assert drawn[-1] == "▸"
     assert "├" in interval_cells(variant.change, axis)
+
+
+def test_an_interval_that_tells_nothing_is_cut_and_is_not_called_no_difference(result: WhatIfResult) -> None:
+    wild = msgspec.structs.replace(arm(0.32, -1.0, 566_304.0), verdict="no difference")
+    tame = arm(-0.07, -0.26, 0.18)
+    axis = axis_of([wild, tame], 40)
+    assert axis.high < 0.6, "it does not squeeze the others"
+    assert interval_cells(wild.change, axis)[-1] == "▸"
+    assert limits(wild.change) == "[-100.0, >+1000]"
+    words = answer(result, msgspec.structs.replace(wild, step_ms=result.baseline.step_ms))
+    assert "hides whatever it does" in words and "no difference" not in words
+    calm = msgspec.structs.replace(tame, verdict="no difference", step_ms=result.baseline.step_ms)
+    assert "no difference in step time that the noise allows to see" in answer(result, calm)
 
 
 def test_what_was_not_measured_draws_only_zero() -> None:

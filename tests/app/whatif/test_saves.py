@@ -72,6 +72,7 @@ def test_a_change_within_what_two_alike_legs_differ_by_is_none() -> None:
 
     assert verdicts(50.0, 24.0, 20.0) == [("same", pytest.approx(-0.6))]
     assert verdicts(50.0, 24.0, 80.0) == [("same", pytest.approx(0.6))]
+    assert verdicts(50.0, 24.0, 40.0) == [("same", pytest.approx(-0.2))]
     assert verdicts(50.0, 24.0, 45.0) == [("better", pytest.approx(-0.1))]
 
 
