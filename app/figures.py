@@ -134,10 +134,13 @@ def interval(item: Figure | None) -> str:
 
 
 def resolved(item: Figure | None) -> str:
-    """A difference of times: its value, or "< high" where its interval holds zero, so that noise is not read as one."""
+    """A difference of times: its value, or "< high" where its interval holds zero, so that noise is not read as one.
+
+    An interval below zero says no more than that nothing is there: "≤ 0".
+    """
     if item is None or item.low is None or item.high is None or item.low > 0:
         return figure(item)
-    return f"< {value(max(item.high, 0.0), item.unit)}"
+    return f"< {value(item.high, item.unit)}" if item.high > 0 else f"≤ {value(0.0, item.unit)}"
 
 
 def footnote(item: Figure) -> str:

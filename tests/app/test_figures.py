@@ -93,3 +93,12 @@ def test_a_bar_fits_and_shows_what_is_there(fraction: float, width: int) -> None
 
 def test_times() -> None:
     assert [f.times(v) for v in (9.0, 1.5, 12000.0, None)] == ["9", "1.50", "12,000", "–"]
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "text"),
+    [(1.0, 3.0, "2.00 ms"), (-1.0, 3.0, "< 3.00 ms"), (-5.0, -1.0, "≤ 0 ms"), (-1.0, 0.0, "≤ 0 ms")],
+)
+def test_a_difference_is_told_only_where_its_interval_leaves_zero(low: float, high: float, text: str) -> None:
+    found = f.resolved(Figure(value=2.0, unit="ms", source="measured", how="", low=low, high=high))
+    assert found == text
