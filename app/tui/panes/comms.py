@@ -55,8 +55,11 @@ def _last(row: CollectiveView) -> Line:
     return line((f"rank {row.last_rank}", "muted")) if row.last_rank is not None else line((fmt.MISSING, "faint"))
 
 
-def columns(longest_ms: float, ideals: bool = False) -> list[Column[CollectiveView]]:
-    """The table's columns; bars are drawn against the collective that takes longest, `ideals` where they are known."""
+def columns(longest_ms: float, ideals: bool = False, planned: bool = False) -> list[Column[CollectiveView]]:
+    """The table's columns; bars are drawn against the collective that takes longest.
+
+    `ideals` where they are known, the schedule where some are `planned`.
+    """
 
     def split(row: CollectiveView, width: int) -> Line:
         if row.transfer_ms is None or row.wait_ms is None:
@@ -65,7 +68,8 @@ def columns(longest_ms: float, ideals: bool = False) -> list[Column[CollectiveVi
         return stacked(parts, width)  # type: ignore[arg-type]
 
     return [
-        col("call", "collective", lambda r: line(r.name), 14, flex=1, max_width=24),
+        col("call", "collective", lambda r: line(r.kind), 14, flex=1, max_width=24),
+        *([col("plan", "schedule", lambda r: _muted(r.schedule), 9, priority=3)] if planned else []),
         col("dtype", "dtype", lambda r: _muted(r.dtype), 8, priority=8),
         col("group", "ranks", _group, 5, flex=1, priority=6, max_width=20),
         col("calls", "×", lambda r: line((fmt.number(r.calls), "muted")), 4, "right", priority=3),
@@ -153,7 +157,8 @@ library's **own**, both measured before the first step.
         self.query_one("#headline", FigureStrip).show(headline(view))
         table = self.query_one("#collectives", Table)
         longest = max((r.ms for r in view.rows), default=1.0) or 1.0
-        table.set_columns(columns(longest, any(r.ideal_ms is not None for r in view.rows)))
+        ideals, planned = any(r.ideal_ms is not None for r in view.rows), any(r.schedule for r in view.rows)
+        table.set_columns(columns(longest, ideals, planned))
         self._show_rows()
         self.query_one("#schedules", Lines).show(schedules(view))
         self.set_class(bool(view.schedules), "-planned")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pandas as pd
 import pytest
 from textual.widgets import Input
 
@@ -144,6 +145,22 @@ async def test_comms_says_which_all_reduce_each_message_got(tmp_path: Path, omit
         said = " ".join(lines.plain.split())
         assert "1.05 MB: one-shot 20.0 µs, own 50.0 µs; 26.2 MB: NCCL's own 0.100 ms" in said
         assert "one-shot" in shown(app)
+
+
+async def test_comms_names_the_schedule_of_each_collective_where_some_were_planned(tmp_path: Path) -> None:
+    path = write_example_run(tmp_path / "run")
+    for file in path.glob("rank-*/collectives.parquet"):
+        frame = pd.read_parquet(file)
+        frame["schedule"] = ["hybrid" if kind == "reduce_scatter" else "" for kind in frame.kind]
+        frame.to_parquet(file)
+    app = make_app(path)
+    async with app.run_test(size=(140, 40)) as pilot:
+        await opened(pilot)
+        await pilot.press("3")
+        await settle(pilot)
+        table = find(app, "#collectives", Table)
+        said = dict(zip(column(table, "call"), column(table, "plan"), strict=True))
+        assert said == {"reduce_scatter": "hybrid", "all_gather": "–"}
 
 
 async def test_comms_shows_wait_and_transfer_and_sorts(example: Path) -> None:
