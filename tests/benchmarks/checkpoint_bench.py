@@ -534,9 +534,12 @@ def main() -> None:
     parser.add_argument("--trace-launch", action="store_true", help="what one save call does, and when")
     parser.add_argument("--only", default="", help="comma-separated sections")
     options = parser.parse_args()
+    only = options.only.split(",") if options.only else [name for name, _ in SECTIONS if name != "tune"]
+    unknown = set(only) - {name for name, _ in SECTIONS}
+    if unknown:
+        parser.error(f"--only: no section {', '.join(sorted(unknown))}; there are: {', '.join(n for n, _ in SECTIONS)}")
     root = Path(tempfile.mkdtemp(prefix="checkpoint-bench-", dir=options.root))
     bench = Bench(options.tiny, root, "python " + " ".join(sys.argv), trace=options.trace_launch)
-    only = options.only.split(",") if options.only else [name for name, _ in SECTIONS if name != "tune"]
     chosen = [section for section in SECTIONS if section[0] in only or (section[0] == "tune" and options.tune)]
     try:
         for name, work in chosen:
