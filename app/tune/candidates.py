@@ -147,7 +147,7 @@ def seed_rule(pair: Pair | None, miss: float | None) -> tuple[bool | None, str]:
         return None, "no L2 hit rate"
     total = pair[0].ms + pair[1].ms
     ratio = pair[1].ms / total if total else 1.0
-    parts = (f"L2 miss {miss:.0%} {'>' if miss > SEED_MISS else '<='} 15 %", f"latency ratio {ratio:.2f}")
+    parts = (f"L2 miss {miss:.0%} {'>' if miss > SEED_MISS else '<='} 15 %", f"latency ratio {ratio:.3g}")
     return miss > SEED_MISS and ratio < SEED_RATIO, f"{parts[0]}, {parts[1]} {'<' if ratio < SEED_RATIO else '>='} 0.6"
 
 

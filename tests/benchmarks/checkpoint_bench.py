@@ -50,6 +50,7 @@ sys.path.insert(0, str(HERE))
 from checkpoint_common import GB, Bench, Workload, seconds, stall_of, sync
 from checkpoint_dcp import section_dcp
 from checkpoint_tune import section_tune
+from common import command_line
 
 
 def environment(bench: Bench) -> dict[str, Any]:
@@ -539,7 +540,7 @@ def main() -> None:
     if unknown:
         parser.error(f"--only: no section {', '.join(sorted(unknown))}; there are: {', '.join(n for n, _ in SECTIONS)}")
     root = Path(tempfile.mkdtemp(prefix="checkpoint-bench-", dir=options.root))
-    bench = Bench(options.tiny, root, "python " + " ".join(sys.argv), trace=options.trace_launch)
+    bench = Bench(options.tiny, root, command_line(), trace=options.trace_launch)
     chosen = [section for section in SECTIONS if section[0] in only or (section[0] == "tune" and options.tune)]
     try:
         for name, work in chosen:

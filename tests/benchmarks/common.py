@@ -7,7 +7,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
+PLACE = "PLACE"  # stands for a path in a recorded command
 RESULTS = Path(__file__).resolve().parent / "results"
+
+
+def command_line() -> str:
+    """How this script was called, without the places that this machine's paths name."""
+    words = [PLACE if Path(word).is_absolute() else word for word in sys.argv[1:]]
+    return " ".join(["python", f"tests/benchmarks/{Path(sys.argv[0]).name}", *words])
 
 
 def result(
@@ -15,7 +22,7 @@ def result(
 ) -> dict[str, Any]:
     """One line of a result file; `ratio` is value / peer_value unless given."""
     ratio = more.pop("ratio", value / peer_value if peer_value else None)
-    command = more.pop("command", " ".join(["python", f"tests/benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]]))
+    command = more.pop("command", None) or command_line()
     return {
         "metric": metric,
         "value": value,
