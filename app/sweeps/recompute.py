@@ -28,6 +28,7 @@ from costlab.probes.spec import RunSpec, SpecError, validate
 
 POLICIES = ("none", "block", "operator", "budget:0.75", "budget:0.5", "budget:0.25")
 MARKS = "abcdefghijklmnopqrstuvwxyz"
+WORTH = 0.01  # of the memory: less is within what two runs of one policy differ by
 PLOT_WIDTH, PLOT_HEIGHT = 56, 12
 
 
@@ -203,8 +204,23 @@ def answer(points: Sequence[PolicyPoint]) -> str:
         return "No policy has both a time and a memory figure."
     if len(front) == 1:
         return f"{front[0].policy} is both the fastest and the smallest."
-    steps = [f"{p.policy} ({ms(p.step_ms)}, {size(p.peak_bytes)})" for p in front]
+    kept = worthwhile(front)
+    if len(kept) == 1:
+        return (
+            f"{kept[0].policy} is the fastest ({ms(kept[0].step_ms)}), and no other saves {share(WORTH)} of its"
+            f" {size(kept[0].peak_bytes)}: recomputing buys nothing here."
+        )
+    steps = [f"{p.policy} ({ms(p.step_ms)}, {size(p.peak_bytes)})" for p in kept]
     return f"Worth choosing from, fastest first: {', '.join(steps)}. The others are slower without being smaller."
+
+
+def worthwhile(front: Sequence[PolicyPoint]) -> list[PolicyPoint]:
+    """Of the front, fastest first: the fastest, and each that saves at least 1 % of the memory of the one before."""
+    kept: list[PolicyPoint] = []
+    for point in front:
+        if not kept or (point.peak_bytes or 0.0) <= (1 - WORTH) * (kept[-1].peak_bytes or 0.0):
+            kept.append(point)
+    return kept
 
 
 def _row(number: int, p: PolicyPoint, base: PolicyPoint | None) -> list[Cell]:

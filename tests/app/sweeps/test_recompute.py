@@ -12,7 +12,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from costlab.app.sweeps.recompute import PolicyPoint, Sweep, answer, default_policies, mark_pareto, plot, render
+from costlab.app.sweeps.recompute import (
+    PolicyPoint,
+    Sweep,
+    answer,
+    default_policies,
+    mark_pareto,
+    plot,
+    render,
+    worthwhile,
+)
 from costlab.probes.records import FailureInfo
 from costlab.probes.spec import RunSpec, SpecError
 from tests.app.whatif.fakes import FakeMachine
@@ -123,3 +132,12 @@ def test_json_has_the_points(tmp_path: Path) -> None:
     found = Sweep(BASE, ["none"], 1, FakeMachine()).run(tmp_path, lambda _: None, lambda _: None)
     data = json.loads(render(found, "json"))
     assert data["points"][0]["policy"] == "none" and data["points"][0]["pareto"] is True
+
+
+def test_what_saves_less_than_a_hundredth_of_the_memory_is_not_advised() -> None:
+    noise = mark_pareto(points_of([(50.0, 607e6), (56.0, 606e6), (74.0, 603e6)]))
+    assert all(p.pareto for p in noise)
+    assert "recomputing buys nothing here" in answer(noise)
+    real = mark_pareto(points_of([(50.0, 607e6), (56.0, 604e6), (74.0, 400e6)]))
+    assert [p.step_ms for p in worthwhile(real)] == [50.0, 74.0]
+    assert "56.0 ms" not in answer(real)
