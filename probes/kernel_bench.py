@@ -100,7 +100,7 @@ def _rope(norm: bool) -> Case:
     return Case(shape, fused, eager, inputs, 2 * size, (5 if norm else 4) * size)
 
 
-def _batch_norm_relu() -> Case:
+def _batch_norm_relu(shortcut: bool) -> Case:
     from costlab.kernels.fused.batch_norm_relu import batch_norm_relu
 
     shape = (64, 256, 56, 56)
@@ -112,13 +112,18 @@ def _batch_norm_relu() -> Case:
     def image() -> Tensor:
         return draw(*shape).detach().contiguous(memory_format=torch.channels_last).requires_grad_()
 
-    def eager(x: Tensor, g: Tensor, b: Tensor) -> Tensor:
-        return F.relu(F.batch_norm(x, None, None, g, b, True, 0.1, 1e-5))
+    def eager(x: Tensor, g: Tensor, b: Tensor, *beside: Tensor) -> Tensor:
+        normed = F.batch_norm(x, None, None, g, b, True, 0.1, 1e-5)
+        return F.relu(normed + beside[0] if beside else normed)
+
+    def fused(x: Tensor, g: Tensor, b: Tensor, *beside: Tensor) -> Tensor:
+        return batch_norm_relu(x, g, b, 1e-5, *beside)[0]
 
     size = 2 * 64 * 256 * 56 * 56
     text = " x ".join(map(str, shape)) + ", channels-last"
-    inputs = [[image(), *parameters] for _ in range(2)]
-    return Case(text, lambda x, g, b: batch_norm_relu(x, g, b, 1e-5)[0], eager, inputs, 3 * size, 8 * size)
+    inputs = [[image(), *parameters, *([image()] if shortcut else [])] for _ in range(2)]
+    forward, both = (4, 12) if shortcut else (3, 8)
+    return Case(text, fused, eager, inputs, forward * size, both * size)
 
 
 def _ffn_layer_norm() -> Case:
@@ -162,7 +167,8 @@ CASES: dict[str, Callable[[], Case]] = {
     "gated": _gated,
     "rope": lambda: _rope(False),
     "norm_rope": lambda: _rope(True),
-    "batch_norm_relu": _batch_norm_relu,
+    "batch_norm_relu": lambda: _batch_norm_relu(False),
+    "batch_norm_add_relu": lambda: _batch_norm_relu(True),
     "ffn_layer_norm": _ffn_layer_norm,
     "linear_cross_entropy": _linear_cross_entropy,
 }

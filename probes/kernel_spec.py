@@ -5,8 +5,8 @@ from __future__ import annotations
 import msgspec
 
 KERNELS = (
-    "add_rms_norm", "add_layer_norm", "gated", "rope", "norm_rope", "batch_norm_relu", "ffn_layer_norm",
-    "linear_cross_entropy",
+    "add_rms_norm", "add_layer_norm", "gated", "rope", "norm_rope", "batch_norm_relu", "batch_norm_add_relu",
+    "ffn_layer_norm", "linear_cross_entropy",
 )  # fmt: skip
 RESULT_FILE = "kernels.json"
 

@@ -22,6 +22,7 @@ MARK = "_costlab_unfused"  # on the class of a changed module: the class before
 EPS_NAMES = ("eps", "variance_epsilon", "epsilon")
 
 
+_FRESH = (nn.BatchNorm2d, nn.Conv2d, nn.Linear)  # their output is a tensor that nobody else holds
 _IN_PLACE = tuple(getattr(operator, name) for name in ("iadd", "isub", "imul", "itruediv", "imatmul", "ipow"))
 
 
@@ -141,11 +142,16 @@ def _effect(node: fx.Node, module: nn.Module) -> str | None:
     if (in_place or name == "relu_") and not alone:
         return f"{name} works in place on a tensor that is used elsewhere"
     written = node.op in ("call_method", "call_function") and name.endswith("_") and not name.endswith("__")
-    if (written and name != "relu_") or name == "setitem" or (node.target in _IN_PLACE):
+    unseen = node.target is operator.iadd and alone and type(_producer(node.args[0], module)) in _FRESH
+    if (written and name != "relu_") or name == "setitem" or (node.target in _IN_PLACE and not unseen):
         return f"{name} works in place"
     if not node.users and node.op.startswith("call") and node.target not in (operator.getitem, getattr):
         return f"{name} is called for its effect"
     return None
+
+
+def _producer(node: Any, module: nn.Module) -> nn.Module | None:
+    return module.get_submodule(str(node.target)) if node.op == "call_module" else None
 
 
 def called(node: Any, module: nn.Module) -> nn.Module | None:
@@ -169,6 +175,17 @@ def operands(node: Any, functions: tuple[Any, ...], method: str) -> tuple[fx.Nod
 def sum_of(node: Any) -> tuple[fx.Node, fx.Node] | None:
     """Operands of an addition."""
     return operands(node, (operator.add, torch.add), "add")
+
+
+def in_place_sum_of(node: Any) -> tuple[fx.Node, fx.Node] | None:
+    """Operands of an addition in place, which `trace` lets pass where nobody can tell."""
+    return operands(node, (operator.iadd,), "")
+
+
+def is_batch_norm(node: Any, module: nn.Module) -> bool:
+    """Whether the node calls torch's BatchNorm2d with weight and bias, and nothing hangs on it."""
+    norm = called(node, module)
+    return type(norm) is nn.BatchNorm2d and norm.weight is not None and not hooked(norm)
 
 
 def difference_of(node: Any) -> tuple[fx.Node, fx.Node] | None:

@@ -74,7 +74,7 @@ KERNELS = {
         ),
         FusedKernel(
             "batch_norm_relu",
-            "ReLU of BatchNorm2d in training mode",
+            "ReLU of BatchNorm2d in training mode, or of its sum with a residual branch",
             "channels-last, at most 4096 channels, momentum given",
             rewrite.batch_norm_relu,
         ),

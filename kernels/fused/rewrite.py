@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
+from typing import Any
 
 from torch import fx, nn
 
@@ -168,18 +169,26 @@ def rope(traced: fx.GraphModule, _module: nn.Module, _norms: dict[nn.Module, boo
 
 
 def batch_norm_relu(traced: fx.GraphModule, module: nn.Module, _norms: dict[nn.Module, bool]) -> int:
-    """relu(BatchNorm2d(x)), where only the ReLU uses the norm's output."""
+    """relu(BatchNorm2d(x)) or relu(BatchNorm2d(x) + shortcut), where nothing else uses what lies between."""
     found = 0
     for node in list(traced.graph.nodes):
         inner = match.relu_of(node, module)
-        norm = match.called(inner, module)
-        if inner is None or type(norm) is not nn.BatchNorm2d or norm.weight is None or match.hooked(norm):
+        if inner is None or len(inner.users) != 1:
             continue
-        if len(inner.users) != 1:
-            continue
-        _replace(traced.graph, node, steps.norm_relu, _submodule(traced.graph, node, inner.target), inner.args[0])
-        found += 1
+        for call, norm, *beside in _normed(inner):
+            if match.is_batch_norm(norm, module) and len(norm.users) == 1:
+                _replace(traced.graph, node, call, _submodule(traced.graph, node, norm.target), norm.args[0], *beside)
+                found += 1
+                break
     return found
+
+
+def _normed(inner: fx.Node) -> list[tuple[Any, ...]]:
+    """What a ReLU's input may be: (step that replaces both, node of the norm, the branch added to it if any)."""
+    added, in_place = match.sum_of(inner), match.in_place_sum_of(inner)
+    if in_place:
+        return [(steps.norm_iadd_relu, *in_place)]
+    return [(steps.norm_add_relu, *added), (steps.norm_add_relu, *added[::-1])] if added else [(steps.norm_relu, inner)]
 
 
 def finish(traced: fx.GraphModule) -> fx.GraphModule:

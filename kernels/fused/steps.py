@@ -134,8 +134,26 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
 
 
+def norm_add_relu(norm: Any, x: Tensor, shortcut: Tensor) -> Tensor:
+    """relu(norm(x) + shortcut) for a BatchNorm2d."""
+    fused = _norm_relu(norm, x, shortcut)
+    return F.relu(norm(x) + shortcut) if fused is None else fused
+
+
+def norm_iadd_relu(norm: Any, x: Tensor, shortcut: Tensor) -> Tensor:
+    """As `norm_add_relu`, with the dtype and shape of `norm(x)`, to which the module added in place."""
+    fused = _norm_relu(norm, x, shortcut)
+    return F.relu(norm(x).add_(shortcut)) if fused is None else fused
+
+
 def norm_relu(norm: Any, x: Tensor) -> Tensor:
-    """relu(norm(x)) for a BatchNorm2d, with its running statistics."""
+    """relu(norm(x)) for a BatchNorm2d."""
+    fused = _norm_relu(norm, x, None)
+    return F.relu(norm(x)) if fused is None else fused
+
+
+def _norm_relu(norm: Any, x: Tensor, shortcut: Tensor | None) -> Tensor | None:
+    """The fused kernel's result, running statistics updated; None where a guard does not hold."""
     tracked = norm.running_mean is not None
     fits = (
         norm.training
@@ -146,10 +164,11 @@ def norm_relu(norm: Any, x: Tensor) -> Tensor:
         and channels_last(x)
         and x.shape[1] <= MAX_CHANNELS
         and x.numel() > x.shape[1]
+        and (shortcut is None or (_alike(x, shortcut) and shortcut.shape == x.shape and channels_last(shortcut)))
     )
     if not fits:
-        return F.relu(norm(x))
-    y, mean, var = batch_norm_relu(x, norm.weight, norm.bias, norm.eps)
+        return None
+    y, mean, var = batch_norm_relu(x, norm.weight, norm.bias, norm.eps, shortcut)
     if tracked:
         with torch.no_grad():
             norm.num_batches_tracked.add_(1)

@@ -35,6 +35,43 @@ def test_channels_last(draw: Draw, agree: Agree, shape: Shape, dtype: torch.dtyp
     )
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", [(3, 20, 7, 5), (2, 1, 3, 3), (4, 130, 2, 2)])
+def test_with_a_shortcut(draw: Draw, agree: Agree, shape: Shape, dtype: torch.dtype) -> None:
+    x, shortcut = (last(draw(*shape, dtype=dtype, scale=2.0, shift=1.0)) for _ in range(2))
+    inputs = [x, draw(shape[1], shift=1.0), draw(shape[1]), shortcut]
+    agree(
+        lambda x, w, b, s: batch_norm_relu(x, w, b, EPS, s)[0],
+        lambda x, w, b, s: batch_norm_relu_reference(x, w, b, EPS, s)[0],
+        inputs,
+        tolerance=1e-5 if dtype == torch.float32 else None,
+    )
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+def test_the_shortcut_is_torchs(draw: Draw, layout: torch.memory_format) -> None:
+    x, shortcut = (
+        draw(4, 12, 6, 6, shift=s).detach().contiguous(memory_format=layout).requires_grad_() for s in (3.0, 0.0)
+    )
+    weight, bias = draw(12), draw(12)
+    expected = F.relu(F.batch_norm(x, None, None, weight, bias, True, 1.0, EPS) + shortcut)
+    y = batch_norm_relu(x, weight, bias, EPS, shortcut)[0]
+    torch.testing.assert_close(y, expected, rtol=1e-4, atol=1e-5)
+    inputs = (x, weight, bias, shortcut)
+    ours, theirs = (torch.autograd.grad(o.square().sum(), inputs) for o in (y, expected))
+    torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-3)
+
+
+def test_a_shortcut_of_another_dtype_has_its_own_gradient(draw: Draw) -> None:
+    x, shortcut = last(draw(2, 8, 3, 3)), last(draw(2, 8, 3, 3, dtype=torch.bfloat16))
+    y = batch_norm_relu(x, draw(8), draw(8), EPS, shortcut)[0]
+    gradient = torch.autograd.grad(y.sum(), shortcut)[0]
+    assert y.dtype == torch.float32 and gradient.dtype == torch.bfloat16
+    torch.testing.assert_close(gradient.float(), (y > 0).float())
+    with pytest.raises(ValueError, match="shortcut is"):
+        batch_norm_relu(x, draw(8), draw(8), EPS, draw(8))
+
+
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
 def test_is_torchs(draw: Draw, layout: torch.memory_format) -> None:
     x = draw(4, 12, 6, 6, shift=3.0).detach().contiguous(memory_format=layout).requires_grad_()

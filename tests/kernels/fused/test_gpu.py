@@ -95,6 +95,13 @@ def test_batch_norm_relu(draw: Draw, agree: Agree, shape: tuple[int, ...], dtype
         [x, draw(shape[1], shift=1.0), draw(shape[1])],
         tolerance={BF16: 5e-3, FP32: 1e-5}[dtype],
     )
+    shortcut = draw(*shape, dtype=dtype).detach().contiguous(memory_format=torch.channels_last).requires_grad_()
+    agree(
+        lambda x, w, b, s: batch_norm_relu(x, w, b, 1e-5, s)[0],
+        lambda x, w, b, s: batch_norm_relu_reference(x, w, b, 1e-5, s)[0],
+        [x, draw(shape[1], shift=1.0), draw(shape[1]), shortcut],
+        tolerance={BF16: 5e-3, FP32: 1e-5}[dtype],
+    )
 
 
 @pytest.mark.parametrize(("tokens", "vocab", "dtype"), [(3000, 50257, BF16), (1500, 32000, FP16), (300, 1003, FP32)])

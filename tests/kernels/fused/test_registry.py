@@ -49,7 +49,7 @@ def built(name: str, device: torch.device) -> tuple[nn.Module, Any, Any]:
     [
         ("llama", {"add_norm": 4, "norm_linear": 8, "rms_norm": 9, "rope": 4, "gated_linear": 4}),
         ("gpt2", {"add_norm": 2}),
-        ("resnet", {"batch_norm_relu": 5}),
+        ("resnet", {"batch_norm_relu": 7}),
     ],
 )
 def test_built_in_models(device: torch.device, name: str, expected: dict[str, int]) -> None:
@@ -291,6 +291,59 @@ def test_a_model_that_mixes_patterns(device: torch.device) -> None:
     for training in (True, False):
         ours, theirs = model.train(training)(image, scale=0.5), plain.train(training)(image, scale=0.5)
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+    for a, b in zip(model.buffers(), plain.buffers(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+class Residual(nn.Module):
+    """A block as torchvision writes it: one ReLU module in place, the branch added in place; `kind` varies the end."""
+
+    def __init__(self, kind: str = "iadd") -> None:
+        super().__init__()
+        self.kind = kind
+        self.conv1, self.bn1 = nn.Conv2d(8, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8)
+        self.conv2, self.bn2 = nn.Conv2d(8, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8)
+        self.down = nn.Sequential(nn.Conv2d(8, 8, 1, bias=False), nn.BatchNorm2d(8))
+        self.relu = nn.ReLU(inplace=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        identity = self.down(x)
+        out = self.relu(self.bn1(self.conv1(x)))
+        out = self.bn2(self.conv2(out))
+        if self.kind == "iadd":
+            out += identity
+        elif self.kind == "swapped":
+            out = identity + out
+        elif self.kind == "kept":
+            both = out + identity
+            return self.relu(both + 0.0) + both
+        elif self.kind == "wide":
+            out += identity.mean((2, 3), keepdim=True)
+        elif self.kind == "input":
+            x += out
+            return self.relu(x * 1.0)
+        return self.relu(out)
+
+
+@pytest.mark.parametrize(("kind", "found"), [("iadd", 2), ("swapped", 2), ("kept", 1), ("wide", 2), ("input", 0)])
+def test_a_residual_branch_is_added_before_the_relu(device: torch.device, kind: str, found: int) -> None:
+    """`wide` matches and takes the unfused path; `input` writes to what the caller holds and is left alone."""
+    torch.manual_seed(0)
+    model = Residual(kind).to(device, memory_format=torch.channels_last)
+    plain = copy.deepcopy(model)
+    notes: list[str] = []
+    assert counted(registry.apply(model, findings=notes)) == ({"batch_norm_relu": found} if found else {})
+    assert bool(notes) == (kind == "input")
+    image = torch.randn(3, 8, 5, 5, device=device).contiguous(memory_format=torch.channels_last)
+    for training in (True, False):
+        ours, theirs = (m.train(training)(image.clone()) for m in (model, plain))
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+        if kind == "input":  # autograd refuses it in either form
+            continue
+        gradients = [
+            torch.autograd.grad(out.square().sum(), list(m.parameters())) for out, m in ((ours, model), (theirs, plain))
+        ]
+        torch.testing.assert_close(*gradients, rtol=2e-3, atol=2e-3)
     for a, b in zip(model.buffers(), plain.buffers(), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 

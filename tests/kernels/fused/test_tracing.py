@@ -44,7 +44,7 @@ def arguments(draw: Draw, name: str) -> tuple[Any, tuple[Any, ...]]:
         "gated_linear": (gated._gated_linear, (x, draw(6, 16), draw(12, 16), 0)),
         "rope": (rope._rope, (*heads, *table, 1.0)),
         "norm_rope": (rope._norm_rope, (*heads, draw(8), draw(8), *table, 1e-5)),
-        "batch_norm_relu": (batch_norm_relu._batch_norm_relu, (image, w, b, 1e-5)),
+        "batch_norm_relu": (batch_norm_relu._batch_norm_relu, (image, w, b, None, 1e-5)),
         "ffn_layer_norm": (
             ffn_layer_norm._ffn_layer_norm,
             (x, draw(24, 16), draw(24), draw(16, 24), b, w, draw(16), 1e-5, 2),
