@@ -192,9 +192,9 @@ def channels_last(x: Tensor) -> bool:
 
 def _fits(x: Tensor, *others: Tensor, beside: Tensor | None = None) -> bool:
     """Whether the kernels take x, and a tensor `beside` it that lies in memory as x does."""
-    alike = beside is None or (usable(x, beside) and beside.shape == x.shape and channels_last(beside))
-    sizes = 0 < x.shape[1] <= MAX_CHANNELS and x.numel() > x.shape[1]
-    return alike and sizes and usable(x, *others) and channels_last(x)
+    if beside is not None and not (usable(x, beside) and beside.shape == x.shape and channels_last(beside)):
+        return False
+    return usable(x, *others) and channels_last(x) and 0 < x.shape[1] <= MAX_CHANNELS and x.numel() > x.shape[1]
 
 
 @fused_op("costlab::batch_norm_relu")

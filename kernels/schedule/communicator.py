@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -147,7 +148,7 @@ class Communicator:
         self._on_parent = False  # whether transfers ran over the parent group itself
         self._ready: dict[tuple[Any, ...], Work] = {}  # blocking CUDA calls that have been checked before
         self._calls = 0
-        self._on_host = ""  # the call that threads work on
+        self._working = threading.local()  # `call`: the one that this thread works on
 
     def all_reduce(self, tensor: Tensor, plan: Plan, op: Reduction = "sum", *, async_op: bool = False) -> Handle | None:
         """Reduce `tensor` in place over all ranks; any shape, size and strides.
@@ -306,7 +307,8 @@ class Communicator:
         """A profiler annotation that trace readers class as communication; a profiler keeps no more than its name."""
         nbytes = flat.numel() * flat.element_size()
         what = f"{kind} schedule={schedule} bytes={nbytes} dtype={str(flat.dtype).removeprefix('torch.')}"
-        name = f"{TAG}{what} ranks={','.join(map(str, self.peers))} call={self._on_host or self._next_call()}"
+        call = getattr(self._working, "call", "") or self._next_call()
+        name = f"{TAG}{what} ranks={','.join(map(str, self.peers))} call={call}"
         return lambda: torch.profiler.record_function(name)
 
     def _next_call(self) -> str:
@@ -317,12 +319,12 @@ class Communicator:
         call = self._next_call()
 
         def work() -> None:
-            self._on_host = call
+            self._working.call = call
             try:
                 with self._tagged(plan.schedule, tensor)():
                     reduce()
             finally:
-                self._on_host = ""
+                del self._working.call
 
         def reduce() -> None:
             flat = tensor.detach().contiguous().view(-1).cpu()  # a view where the tensor is contiguous and on the CPU

@@ -16,10 +16,10 @@ from costlab.probes.trace.columns import NONE, Message
 from costlab.probes.trace.host import COMM, Host, Indices, Mask
 
 _CALL = re.compile(
-    r"(?P<kind>\w+) schedule=(?P<schedule>[\w-]+) bytes=(?P<bytes>\d{1,18}) dtype=(?P<dtype>\w+)"
-    r" ranks=(?P<ranks>\d+(?:,\d+)*) call=(?P<call>[\w.]+)"
+    r"(?P<kind>[a-z_]{1,32}) schedule=(?P<schedule>[a-z0-9_-]{1,40}) bytes=(?P<bytes>[0-9]{1,18})"
+    r" dtype=(?P<dtype>[a-z0-9_]{1,24}) ranks=(?P<ranks>[0-9]{1,9}(?:,[0-9]{1,9})*) call=(?P<call>[0-9.]{1,40})"
 )
-_ISSUED = re.compile(r"costlab::comm-issued::([\w.]+)")
+_ISSUED = re.compile(r"costlab::comm-issued::([0-9.]{1,40})")
 
 
 @dataclass(frozen=True, slots=True)

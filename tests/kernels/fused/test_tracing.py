@@ -21,7 +21,7 @@ from costlab.kernels.fused import (
 )
 from costlab.kernels.fused.launch import INTERPRETED
 from costlab.kernels.fused.op import FusedOp
-from costlab.probes.workloads import llama
+from costlab.probes.workloads import llama, resnet
 from costlab.probes.workloads.base import WorkloadContext
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="the interpreter takes no fake tensors")
@@ -33,7 +33,9 @@ def arguments(draw: Draw, name: str) -> tuple[Any, tuple[Any, ...]]:
     x, w, b = draw(6, 16), draw(16), draw(16)
     heads = [draw(2, h, 5, 8) for h in (4, 2)]
     table = [draw(5, 4).detach(), draw(5, 4).detach()]
-    image = draw(2, 16, 3, 3).detach().contiguous(memory_format=torch.channels_last).requires_grad_()
+    image, branch = (
+        draw(2, 16, 3, 3).detach().contiguous(memory_format=torch.channels_last).requires_grad_() for _ in range(2)
+    )
     targets = torch.randint(0, 40, (6,), device=x.device)
     cases: dict[str, tuple[Any, tuple[Any, ...]]] = {
         "rms_norm": (rms_norm._rms_norm, (x, w, 1e-5)),
@@ -45,6 +47,7 @@ def arguments(draw: Draw, name: str) -> tuple[Any, tuple[Any, ...]]:
         "rope": (rope._rope, (*heads, *table, 1.0)),
         "norm_rope": (rope._norm_rope, (*heads, draw(8), draw(8), *table, 1e-5)),
         "batch_norm_relu": (batch_norm_relu._batch_norm_relu, (image, w, b, None, 1e-5)),
+        "batch_norm_add_relu": (batch_norm_relu._batch_norm_relu, (image, w, b, branch, 1e-5)),
         "ffn_layer_norm": (
             ffn_layer_norm._ffn_layer_norm,
             (x, draw(24, 16), draw(24), draw(16, 24), b, w, draw(16), 1e-5, 2),
@@ -59,7 +62,7 @@ def arguments(draw: Draw, name: str) -> tuple[Any, tuple[Any, ...]]:
 
 NAMES = [
     "rms_norm", "add_rms_norm", "layer_norm", "add_layer_norm", "gated", "gated_linear", "rope", "norm_rope",
-    "batch_norm_relu", "ffn_layer_norm", "linear_cross_entropy",
+    "batch_norm_relu", "batch_norm_add_relu", "ffn_layer_norm", "linear_cross_entropy",
 ]  # fmt: skip
 
 
@@ -83,6 +86,20 @@ def test_a_whole_model_is_one_graph(device: torch.device) -> None:
     gradients = torch.autograd.grad(workload.loss(compiled, batch), list(workload.model.parameters()))
     for a, b in zip(gradients, expected, strict=True):
         assert (a - b).norm() <= 1e-4 * b.norm() + 1e-6
+
+
+def test_a_residual_block_is_one_graph(device: torch.device) -> None:
+    context = WorkloadContext(
+        device=device, dtype=torch.float32, size="tiny", batch=2, seq=0, seed=0, rank=0, world_size=1
+    )
+    block = resnet.make(context).model.stages[0].to(device, memory_format=torch.channels_last)
+    image = torch.randn(2, 8, 9, 9, device=device).contiguous(memory_format=torch.channels_last)
+    expected = torch.autograd.grad(block(image).square().sum(), list(block.parameters()))
+    assert any("batch_norm_relu" in done for done in registry.apply(block))
+    compiled = torch.compile(block, backend="aot_eager", fullgraph=True)
+    gradients = torch.autograd.grad(compiled(image).square().sum(), list(block.parameters()))
+    for a, b in zip(gradients, expected, strict=True):
+        assert (a - b).norm() <= 1e-3 * b.norm() + 1e-6
 
 
 def test_loss_op_compiles(draw: Draw, device: torch.device) -> None:
