@@ -58,13 +58,16 @@ def build_comparison(c: Comparison) -> Document:
     return doc
 
 
+ONE_EACH = "That is of these two runs; two of the same would differ too, by how much `costlab whatif` measures."
+
+
 def verdict(c: Comparison) -> str:
     """The answer in a sentence."""
     step = c.step
     if step is None or step.change is None or step.a is None or step.b is None:
         return "Step times cannot be compared: one of the runs has none."
     between = f"A {ms(step.a)}, B {ms(step.b)}"
-    limits = ""
+    limits = ", too few steps for an interval"
     if step.low is not None and step.high is not None:
         limits = f", 95 % interval [{signed(step.low, 'ms')}, {signed(step.high, 'ms')}]"
     if step.verdict == "same":
@@ -72,7 +75,8 @@ def verdict(c: Comparison) -> str:
     faster = "faster" if step.change < 0 else "slower"
     off = "" if c.comparable else " The runs are not comparable, see below."
     return (
-        f"B's step is {share(abs(step.ratio or 0.0))} {faster}: {between} ({signed(step.change, 'ms')}{limits}).{off}"
+        f"B's step is {share(abs(step.ratio or 0.0))} {faster}: {between} ({signed(step.change, 'ms')}{limits})."
+        f" {ONE_EACH}{off}"
     )
 
 

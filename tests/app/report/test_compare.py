@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from costlab.app.analysis.build import build_report
@@ -52,6 +53,14 @@ def test_the_same_run_again_is_no_difference() -> None:
     assert c.step.verdict == "same"
     assert c.moved == []
     assert "No difference" in verdict(c)
+
+
+def test_a_difference_of_two_runs_is_said_to_be_of_these_two() -> None:
+    c = compared({}, {"speed": 1.25, "seed": 5})
+    assert "95 % interval" in verdict(c) and "costlab whatif" in verdict(c)
+    assert c.step is not None
+    few = msgspec.structs.replace(c, step=msgspec.structs.replace(c.step, low=None, high=None))
+    assert "too few steps for an interval" in verdict(few)
 
 
 @pytest.mark.parametrize(
