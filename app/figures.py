@@ -35,6 +35,11 @@ def count(value: float | None) -> str:
     return MISSING if value is None or not math.isfinite(value) else f"{round(value):,}"
 
 
+def counted(number: int, what: str) -> str:
+    """1 round, 3 rounds, 1,200 steps."""
+    return f"{count(number)} {what}{'' if number == 1 else 's'}"
+
+
 def times(value: float | None) -> str:
     """How often per step: whole numbers without decimals, others to three digits."""
     return count(value) if value is not None and value == round(value) else number(value)

@@ -10,7 +10,7 @@ import msgspec
 
 from costlab.app.analysis.compare import Change
 from costlab.app.analysis.views import Figure
-from costlab.app.figures import MISSING, count, interval, ms, number, resolved, seconds, share, size, value
+from costlab.app.figures import MISSING, count, counted, interval, ms, number, resolved, seconds, share, size, value
 from costlab.app.report.compare import signed
 from costlab.app.report.document import Cell, Code, Document, Log, sentence
 from costlab.app.report.markdown import to_markdown
@@ -27,6 +27,7 @@ TENFOLD = 10.0
 _VERDICT = {"faster": "● faster", "slower": "○ slower", "no difference": "= no difference", "invalid": "! invalid"}
 _PARITY = {"same": "● same", "different": "○ different", "unknown": "? unknown", "not comparable": "– not comparable"}
 _ENDED = {
+    "running": "more legs are to come",
     "complete": "all legs were run",
     "stopped early": "stopped early: every interval was decided",
     "out of time": "the budget was used up",
@@ -66,7 +67,10 @@ def build_whatif(result: WhatIfResult, *, stale: bool = False) -> Document:
 
 def verdict(arm: Arm) -> str:
     """The verdict by mark and word."""
-    return "✗ does not fit" if not arm.fits else _VERDICT[arm.verdict]
+    if not arm.fits:
+        return "✗ does not fit"
+    untold = arm.verdict == "invalid" and arm.change is None and not arm.failure
+    return "· too few rounds" if untold else _VERDICT[arm.verdict]
 
 
 def percent(amount: float | None) -> str:
@@ -98,7 +102,7 @@ def answer(result: WhatIfResult, arm: Arm) -> str:
         return f"{arm.name} was not measured in enough rounds to be compared."
     between = f"{ms(_baseline_ms(result))} to {ms(arm.step_ms.value)} a step"
     if arm.verdict == "no difference" and not tells(arm.change):
-        rounds = f"{arm.change.n} rounds" if arm.change.n else "the rounds"
+        rounds = counted(arm.change.n, "round") if arm.change.n else "the rounds"
         return (
             f"{arm.name}: the noise of {rounds} hides whatever it does to the {arm.measure},"
             f" {limits(arm.change)} %. More rounds (--legs) or a quieter machine would tell."
@@ -319,7 +323,7 @@ def parity_words(parity: Parity) -> str:
         tensor = f", most in {parity.worst_tensor}: {share(parity.worst)}{again}" if parity.worst else ""
         parts.append(f"gradient norm {percent(parity.gradient)}{tensor}")
     if parity.seeds:
-        parts.append(f"{count(parity.seeds)} seeds x {count(parity.steps)} steps")
+        parts.append(f"{counted(parity.seeds, 'seed')} x {counted(parity.steps, 'step')}")
     return "; ".join(parts)
 
 
@@ -340,7 +344,7 @@ def _write_method(doc: Document, result: WhatIfResult) -> None:
     level = f"{100 * result.level:.3g} %"
     early = f", at {level} each so that stopping early raises no false alarm" if spec.budget_s else f", at {level}"
     doc.say(
-        f"{count(result.rounds)} complete rounds of {len(spec.arms())} legs, {_ENDED[result.status]}. Each leg is a"
+        f"{counted(result.rounds, 'complete round')} of {len(spec.arms())} legs, {_ENDED[result.status]}. Each leg is a"
         " fresh process group; baseline and variants alternate, the baseline runs twice a round (A/A). A leg counts"
         " once, by the median of its unprofiled steps; intervals are Student's t on the differences within"
         f" rounds{early}."

@@ -102,7 +102,7 @@ class WhatIf:
             early = self._early(number + 1)
             last = number + 1 == self.planned
             if not last:
-                told(events.Interim(self._conclude(early or "complete", number + 1)))
+                told(events.Interim(self._conclude(early or "running", number + 1)))
             if early is not None and not last:
                 status = early
                 break

@@ -13,7 +13,7 @@ from costlab.app.whatif.stats import Verdict
 from costlab.probes.records import Environment
 
 LegStatus = Literal["complete", "failed", "cancelled"]
-WhatIfStatus = Literal["complete", "stopped early", "out of time", "cancelled", "failed"]
+WhatIfStatus = Literal["running", "complete", "stopped early", "out of time", "cancelled", "failed"]
 ParityVerdict = Literal["same", "different", "unknown", "not comparable"]
 
 

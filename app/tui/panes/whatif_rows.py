@@ -253,5 +253,5 @@ def about_lines(result: WhatIfResult, arm: Arm) -> list[Line]:
 def note_lines(result: WhatIfResult) -> Sequence[Line]:
     """How it ended, over how many rounds, and remarks."""
     noise = f" · a leg varies by {fmt.share(result.noise)}" if result.noise is not None else ""
-    rows = [line((f"{result.status} · {result.rounds} rounds{noise}", "muted"))]
+    rows = [line((f"{result.status} · {fmt.counted(result.rounds, 'round')}{noise}", "muted"))]
     return [*rows, *(line(("! ", "warn"), note) for note in result.notes)]

@@ -21,6 +21,7 @@ from costlab.app.report.whatif import (
     render_accuracy,
     render_static_dynamic,
     render_whatif,
+    verdict,
 )
 from costlab.app.whatif.engine import WhatIf
 from costlab.app.whatif.results import Arm, WhatIfResult
@@ -143,6 +144,14 @@ def test_an_interval_that_tells_nothing_is_cut_and_is_not_called_no_difference(r
     assert "hides whatever it does" in words and "no difference" not in words
     calm = msgspec.structs.replace(tame, verdict="no difference", step_ms=result.baseline.step_ms)
     assert "no difference in step time that the noise allows to see" in answer(result, calm)
+
+
+def test_what_is_not_told_yet_is_not_called_invalid(result: WhatIfResult) -> None:
+    early = Arm(name="x", verdict="invalid")
+    assert verdict(early) == "· too few rounds"
+    assert verdict(msgspec.structs.replace(early, failure="it crashed")) == "! invalid"
+    one = msgspec.structs.replace(result, status="running", rounds=1)
+    assert "1 complete round of" in render_whatif(one, "text")
 
 
 def test_what_was_not_measured_draws_only_zero() -> None:
