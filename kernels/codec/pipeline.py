@@ -57,6 +57,7 @@ from costlab.kernels.codec.replica import Replica
 from costlab.kernels.codec.slabs import DEFAULT_SLAB, Region, Slab, SlabPool
 from costlab.kernels.codec.stage import SnapshotMode, Stager
 from costlab.kernels.codec.state import Leaf, Part, flatten, parts_of
+from costlab.kernels.codec.turns import quick_turns
 
 COUNT_ZEROS_EVERY = 10
 
@@ -397,7 +398,8 @@ class AsyncCheckpointer:
     def _complete(self, job: SaveJob, handle: SaveHandle, pending: _Pending) -> None:
         """The background thread's part of a save."""
         try:
-            file = job.run()
+            with quick_turns():  # a writer back from the disk would wait for the training thread's next 5 ms
+                file = job.run()
             if pending.policy.keyframe_every is not None:
                 self._previous = pending.committed(job.site, bytes.fromhex(file.digest))
             self._zeros = job.zeros
