@@ -6,6 +6,8 @@ loss = applied.fused_loss(loss, batch) or loss   # where the plan has the loss
 ...
 applied.record.sites                             # what torch.compile has put in, once it has run
 applied.undo()
+
+A graph that torch finds in its caches was rewritten when it was compiled: it holds the kernels, and adds no site.
 """
 
 from __future__ import annotations
