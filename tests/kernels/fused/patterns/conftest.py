@@ -1,4 +1,4 @@
-"""Graphs are compiled anew in every test: a graph in torch's caches was rewritten before, and the pass sees none of it."""
+"""Graphs are compiled anew in every test: one out of torch's caches was rewritten before, and meets no pass."""
 
 from __future__ import annotations
 
