@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from enum import StrEnum
 from typing import TYPE_CHECKING, NoReturn
 
@@ -37,6 +38,17 @@ def cancel_on_signals(cancel: Callable[[], None]) -> None:
     """Ctrl-C, SIGTERM and a lost terminal end a job's ranks in order."""
     for number in _ENDING:
         signal.signal(number, lambda *_: cancel())
+
+
+@contextmanager
+def cancelling(cancel: Callable[[], None]) -> Iterator[None]:
+    """As `cancel_on_signals`, for the block alone: afterwards the signals do what they did before."""
+    before = [(number, signal.signal(number, lambda *_: cancel())) for number in _ENDING]
+    try:
+        yield
+    finally:
+        for number, handler in before:
+            signal.signal(number, handler)
 
 
 def interrupt_on_signals() -> None:

@@ -27,7 +27,7 @@ TENFOLD = 10.0
 _VERDICT = {"faster": "● faster", "slower": "○ slower", "no difference": "= no difference", "invalid": "! invalid"}
 _PARITY = {"same": "● same", "different": "○ different", "unknown": "? unknown", "not comparable": "– not comparable"}
 _ENDED = {
-    "running": "more legs are to come",
+    "running": "more legs were to come when this was written",
     "complete": "all legs were run",
     "stopped early": "stopped early: every interval was decided",
     "out of time": "the budget was used up",

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from costlab.app.command import stop
+from costlab.app.command import cancelling, stop
 from costlab.app.exit_codes import Exit
 from costlab.app.whatif.cli import FORMS, Commands, finish, terminal_width
 
@@ -75,7 +74,7 @@ def register(app: typer.Typer, run_command: Callable[..., None], make_spec: Make
                 l2=l2,
                 tell=_silent if quiet else _narrate,
             )
-            with _cancelling(tuning):
+            with cancelling(tuning.cancel):
                 result = tuning.run_all(out)
         except SpecError as error:
             stop(str(error), Exit.USAGE)
@@ -94,21 +93,6 @@ def _check(policy: str, l2: str, format: str, legs: int) -> None:
             stop(f"--{option}: '{given}' is none of {', '.join(known)}", Exit.USAGE)
     if legs < 0 or legs == 1:
         stop(f"--legs must be 0 or at least 2, got {legs}: one leg says nothing of the noise", Exit.USAGE)
-
-
-class _cancelling:
-    """Lets the signals that end a program end the tuning, so that what was measured is kept."""
-
-    def __init__(self, tuning: Any) -> None:
-        self.tuning = tuning
-
-    def __enter__(self) -> None:
-        ends = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-        self.before = [(n, signal.signal(n, lambda *_: self.tuning.cancel())) for n in ends]
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self.before:
-            signal.signal(number, handler)
 
 
 def _narrate(text: str) -> None:

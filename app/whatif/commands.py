@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import signal
 import statistics
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from costlab.app.command import cancelling
 from costlab.app.exit_codes import Exit
 from costlab.app.whatif.engine import WhatIf
 from costlab.app.whatif.legs import LauncherFactory
@@ -87,13 +87,10 @@ def answer(
     narrator.line(expectation(whatif))
     directory = new_whatif_directory()
     engine = WhatIf(whatif, directory, launcher=launcher)
-    ends = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    before = [signal.signal(number, lambda *_: engine.cancel()) for number in ends]
     try:
-        result = engine.run(narrator.tell)
+        with cancelling(engine.cancel):
+            result = engine.run(narrator.tell)
     finally:
         narrator.close()
-        for number, handler in zip(ends, before, strict=True):
-            signal.signal(number, handler)
     narrator.line(f"kept in {directory}")
     return Answer(result, directory)

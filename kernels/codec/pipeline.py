@@ -20,7 +20,8 @@ The device's copy is as large as the file (a quarter of the state with `fp8`) an
 rest goes straight to the host, at the speed of the bus, before the state may change. "device" insists, "stream" takes
 none.
 
-On the CPU the copy is made before `save` returns; writing is in the background all the same.
+On the CPU the copy is made before `save` returns; writing is in the background all the same. While it lasts the
+process's switch interval is 50 us (`turns`), so that the background's short steps need not wait for training's thread.
 
 A failed save never stops the process by itself: its error is raised by the next `before_step` (from the
 optimizer's hook), `save` or `wait`, once, and the checkpointer can be used again; with `on_failure="warn"` it

@@ -12,7 +12,7 @@ here=$(cd "$(dirname "$0")" && pwd)
 work=$(mktemp -d)
 export COSTLAB_HOME=$work/home
 costlab() { "$python" -m costlab.app "$@"; }
-timed() { local t=$SECONDS; "$@"; local rc=$?; echo "== $((SECONDS - t)) s, rc $rc: $*"; return $rc; }
+timed() { local t=$SECONDS; "$@"; local rc=$?; echo "== $((SECONDS - t)) s, rc $rc: $*" >&2; return $rc; }
 bench() { timed "$python" "$here/$1.py" "${@:2}"; }
 
 keep() {  # NAME: the run as a sample and whole
@@ -60,7 +60,7 @@ kernels() { bench kernels_bench --out "$out"; }
 tune() {
     local model=(--preset 1b --ranks 1 --no-checkpoint)
     timed costlab tune "${model[@]}" --steps 10 --warmup 2 --legs 2 --together --l2 estimate --out "$out/plan.json"
-    timed costlab tune last --legs 0 --l2 ncu -f json -o "$out/tune-l2.json"
+    timed costlab tune last --legs 0 --l2 ncu -f json >"$out/tune-l2.json"
     timed costlab run "${model[@]}" --plan "$out/plan.json" --out "$work/planned"
     timed costlab report "$work/planned" -f text -o "$out/planned.txt"
 }

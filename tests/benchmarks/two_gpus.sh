@@ -13,7 +13,7 @@ work=$(mktemp -d)
 export COSTLAB_HOME=$work/home
 costlab() { "$python" -m costlab.app "$@"; }
 torchrun() { "$python" -m torch.distributed.run --standalone --nproc-per-node 2 "$@"; }
-timed() { local t=$SECONDS; "$@"; local rc=$?; echo "== $((SECONDS - t)) s, rc $rc: $*"; return $rc; }
+timed() { local t=$SECONDS; "$@"; local rc=$?; echo "== $((SECONDS - t)) s, rc $rc: $*" >&2; return $rc; }
 
 runs() {
     timed costlab run --preset 1b --ranks 2 --out "$work/llama-1b-x2"

@@ -51,6 +51,10 @@ def _wait(row: CollectiveView) -> Line:
     return line((fmt.ms(row.wait_ms), "faint" if within or row.wait_ms is None else ""))
 
 
+def _schedule(row: CollectiveView) -> Line:
+    return _muted("own" if row.schedule == "backend" else row.schedule)
+
+
 def _last(row: CollectiveView) -> Line:
     return line((f"rank {row.last_rank}", "muted")) if row.last_rank is not None else line((fmt.MISSING, "faint"))
 
@@ -69,7 +73,7 @@ def columns(longest_ms: float, ideals: bool = False, planned: bool = False) -> l
 
     return [
         col("call", "collective", lambda r: line(r.kind), 14, flex=1, max_width=24),
-        *([col("plan", "schedule", lambda r: _muted(r.schedule), 9, priority=3)] if planned else []),
+        *([col("plan", "schedule", _schedule, 9, priority=3)] if planned else []),
         col("dtype", "dtype", lambda r: _muted(r.dtype), 8, priority=8),
         col("group", "ranks", _group, 5, flex=1, priority=6, max_width=20),
         col("calls", "×", lambda r: line((fmt.number(r.calls), "muted")), 4, "right", priority=3),

@@ -83,6 +83,21 @@ def test_legs_alternate_share_their_round_s_seed_and_only_the_first_is_profiled(
     assert not any(spec.checkpoint or spec.keep_raw for spec in machine.started)
 
 
+def test_what_is_kept_of_an_unfinished_whatif_answers_nothing() -> None:
+    """A what-if that is killed leaves its last interim result; that of too few rounds is no answer to reuse."""
+    kept: list[str] = []
+
+    def told(event: events.WhatIfEvent) -> None:
+        if isinstance(event, events.Interim):
+            ((_, stored),) = list_whatifs()
+            kept.append(stored.status)
+            assert find_cached(stored.spec_key, stored.environment_key) is None
+
+    result = WhatIf(ask("sgd", legs=3), new_whatif_directory(), launcher=slower()).run(told)
+    assert kept and set(kept) == {"running"}
+    assert find_cached(result.spec_key, result.environment_key) is not None
+
+
 def test_eager_legs_time_the_same_training_steps_as_compiled_ones() -> None:
     whatif = ask("eager")
     eager, compiled = leg_spec(whatif, "eager", 0), leg_spec(whatif, BASELINE, 0)
