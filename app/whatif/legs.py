@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 import msgspec
 
 from costlab.app.whatif.results import LegRecord
-from costlab.app.whatif.spec import CONTROL, WhatIfSpec
+from costlab.app.whatif.spec import BASELINE, CONTROL, WhatIfSpec
 from costlab.probes.records import AnyEvent, GradientRow, Manifest, StepRow
 from costlab.probes.spec import RunSpec
 
@@ -43,8 +43,8 @@ def leg_spec(whatif: WhatIfSpec, arm: str, round_: int) -> RunSpec:
     """Options of one leg.
 
     All legs of a round have the same seed, each round its own: differences within a round are at equal data and
-    weights, differences between rounds show what the seed does. Only an arm's first leg is profiled and, but for the
-    control's, saves checkpoints. The first round compiles cold and measures the machine; later ones are lean. Eager
+    weights, differences between rounds show what the seed does. Only an arm's first leg is profiled and, where its saves
+    are compared (`_saves`), saves checkpoints. The first round compiles cold and measures the machine; later ones are lean. Eager
     and lean legs warm up two steps longer: the others compile twice, two steps each, and a timed step must be the same
     training step in every leg for its loss to be comparable.
     """
@@ -54,12 +54,20 @@ def leg_spec(whatif: WhatIfSpec, arm: str, round_: int) -> RunSpec:
         spec,
         seed=spec.seed + round_,
         profile_steps=spec.profile_steps if first else 0,
-        checkpoint=first and arm != CONTROL and spec.checkpoint,
+        checkpoint=first and spec.checkpoint and _saves(whatif, arm),
         checkpoint_budget_s=spec.checkpoint_budget_s or SAVES_S,
         warmup=spec.warmup + (2 if round_ or spec.compile == "none" else 0),
         keep_raw=False,
         lean=round_ > 0,
     )
+
+
+def _saves(whatif: WhatIfSpec, arm: str) -> bool:
+    """The baseline and the arms that save in another way; all variants where none does, since saving was asked for."""
+    codecs = {name: whatif.arm(name).checkpoint_codec for name in whatif.arms()}
+    own = codecs[BASELINE]
+    alike = all(codec == own for codec in codecs.values())
+    return arm == BASELINE or (arm != CONTROL and (alike or codecs[arm] != own))
 
 
 def leg_directory(arm: str, round_: int) -> str:

@@ -83,6 +83,13 @@ def test_legs_alternate_share_their_round_s_seed_and_only_the_first_is_profiled(
     assert not any(spec.checkpoint or spec.keep_raw for spec in machine.started)
 
 
+def test_only_legs_whose_saves_are_compared_save() -> None:
+    machine = slower()
+    run(ask("sgd", "fp8"), machine)
+    saving = [(spec.optimizer, spec.checkpoint_codec) for spec in machine.started if spec.checkpoint]
+    assert saving == [("adamw", "dcp"), ("adamw", "fp8"), ("sgd", "fp8")]
+
+
 def test_what_is_kept_of_an_unfinished_whatif_answers_nothing() -> None:
     """A what-if that is killed leaves its last interim result; that of too few rounds is no answer to reuse."""
     kept: list[str] = []
