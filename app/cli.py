@@ -96,7 +96,7 @@ def run_command(
         str, typer.Option("--schedule", help="All-reduce: stock, auto, ring, chain, two-level, hybrid or symmetric")
     ] = "stock",
     accumulation: Annotated[int, typer.Option("--accumulation", help="Micro-batches of a step")] = 1,
-    lr: Annotated[float, typer.Option(help="Learning rate")] = 3e-4,
+    lr: Annotated[float, typer.Option(help="Learning rate, reached after 100 steps")] = 3e-4,
     steps: Annotated[int, typer.Option(help="Timed steps")] = 20,
     warmup: Annotated[int, typer.Option(help="Steps after compiling and before timing")] = 5,
     profile_steps: Annotated[int, typer.Option(help="Profiled steps; 0: none, and no shares")] = 3,

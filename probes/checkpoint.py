@@ -164,7 +164,8 @@ class _Session:
             if isinstance(saver, Engine) and not self.ceilings.disk:
                 self._measure_ceilings()
             self._control()
-            self._measure(saver, self.directory / f"{token}-{index:02d}-{saver.name.replace(':', '-')}")
+            folder = self.directory / f"{token}-{index:02d}-{saver.name.replace(':', '-')}"
+            self._measure(saver, folder, last=saver is configurations[-1])
         if any(s.window for s in self.saves):
             self._control()
         for save in self.saves:
@@ -180,7 +181,7 @@ class _Session:
         shutil.rmtree(folder, ignore_errors=True)
         self.peers.all(True)
 
-    def _measure(self, saver: Saver, folder: Path) -> None:
+    def _measure(self, saver: Saver, folder: Path, *, last: bool) -> None:
         save = self._save(saver, folder)
         if isinstance(saver, Engine):
             self.found.codecs += saver.errors.rows if saver.errors else []
@@ -188,9 +189,7 @@ class _Session:
             if isinstance(saver, Engine):
                 saver.describe(save.row)
                 self.found.stages += stage_rows(saver, self.rank, self.ceilings, self.copy_gbps)
-            checked = any(r.op == "load" and r.ok for r in self.rows)
-            late = self._too_late("load", 0.0 if checked else LOAD_OVERRUN_S)
-            if late:
+            if late := self._no_load(saver, save.row, last):
                 _note(save.row, f"not loaded again: {late}")
             else:
                 self._load(saver, save)
@@ -220,7 +219,7 @@ class _Session:
 
     def _why_not(self, saver: Saver) -> str:
         """Why this configuration is left out, the same on every rank; "" to run it."""
-        if reason := self._too_late("save", 0.0):
+        if reason := self._too_late("save", 0.0, saver):
             return reason
         sizes, problem = _attempt(self._sizes)
         culprit = int(self.peers.max(self.rank if sizes is None else -1))
@@ -228,14 +227,31 @@ class _Session:
             return f"get_state_dict: {problem or f'failed on rank {culprit}'}"
         return self._no_room(saver, self.peers.sum(sizes[0]), self.peers.max(sizes[1]))
 
-    def _too_late(self, op: Literal["save", "load"], overrun_s: float) -> str:
-        """Why an operation as long as the longest of its kind so far does not fit into the budget; the same on all."""
-        left = self.budget_s + overrun_s - self.peers.max(time.perf_counter() - self.started)
-        longest = max((r.total_ms or 0.0 for r in self.rows if r.ok and r.op == op), default=0.0)
-        expected = self.peers.max(longest) / 1e3
+    def _too_late(self, op: Literal["save", "load"], overrun_s: float, saver: Saver) -> str:
+        """Why an operation as long as the longest of its kind so far does not fit into the budget; the same on all.
+
+        Of its kind are costlab's engine's, or DCP's; before the first of a kind, all.
+        """
+        left = self._left(overrun_s)
+        done = [r for r in self.rows if r.ok and r.op == op]
+        alike = [r for r in done if r.mode.startswith("costlab") == isinstance(saver, Engine)]
+        expected = self.peers.max(max((r.total_ms or 0.0 for r in alike or done), default=0.0)) / 1e3
         if 0 < left >= expected:
             return ""
         return f"{max(left, 0.0):.0f} s left of the checkpoint budget of {self.budget_s:.0f} s, {expected:.0f} s needed"
+
+    def _left(self, overrun_s: float = 0.0) -> float:
+        """Seconds of the budget, the same on all ranks."""
+        return self.budget_s + overrun_s - self.peers.max(time.perf_counter() - self.started)
+
+    def _no_load(self, saver: Saver, row: CheckpointRow, last: bool) -> str:
+        """Why what was saved is not loaded, "" to do it: DCP's plain way must leave time for what may be better."""
+        checked = any(r.op == "load" and r.ok for r in self.rows)
+        expected = self.peers.max(row.total_ms or 0.0) / 1e3
+        left = self._left()
+        if isinstance(saver, Sync) and expected > left / 2:
+            return f"{max(left, 0.0):.0f} s of the budget are left" + ("" if last else " for other ways of saving")
+        return self._too_late("load", 0.0 if checked else LOAD_OVERRUN_S, saver)
 
     def _sizes(self) -> tuple[float, int]:
         """Bytes of this rank's part of the checkpoint, and of the state it holds."""

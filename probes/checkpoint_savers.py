@@ -13,12 +13,13 @@ if TYPE_CHECKING:
     import torch
 
 
-def savers(device: torch.device, world: int = 1, chosen: CheckpointCodec = "dcp") -> list[Saver]:
-    """The plain save, costlab's engine, then DCP's other configurations, the promising before the slow.
+def savers(device: torch.device, world: int = 1, chosen: CheckpointCodec = "dcp", *, only: bool = False) -> list[Saver]:
+    """The `chosen` way (`dcp`: the plain save), costlab's engine, then DCP's other configurations.
 
     `async:default` is DCP as it comes; the others write with several threads where there are CPUs, `sync` too, so
-    that what asynchrony saves is not mixed with what threads save. The engine's preset that a run has `chosen` comes
-    before its others. A peer replica needs an even number of ranks.
+    that what asynchrony saves is not mixed with what threads save. The promising come before the slow, since the
+    budget may end before they all ran. A peer replica needs an even number of ranks. `only` leaves out all but the
+    chosen way.
     """
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     threads = max(1, min(MOST_THREADS, len(os.sched_getaffinity(0)) // ranks))
@@ -29,4 +30,6 @@ def savers(device: torch.device, world: int = 1, chosen: CheckpointCodec = "dcp"
         others: list[Saver] = [Pinned(threads), default, Background(True, threads), Process(True, threads)]
     else:
         others = [default, Background(False, threads), Process(False, threads)]
-    return [Sync(threads), *own, *others, *replica]
+    plain: list[Saver] = [Sync(threads)]
+    first, rest = (plain, own) if chosen == "dcp" else (own[:1], [*plain, *own[1:]])
+    return first if only else [*first, *rest, *others, *replica]

@@ -39,7 +39,8 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=F
     the workload ("tiny" .. "1b"). `ranks` 0 means one per local GPU, or 2 on CPU. Zero in `batch` or `seq` means the
     workload's default for that size; in `checkpoint_budget_s`, what is left of a run of about two minutes.
     `checkpoint_codec` is how the training would save: "dcp" is a plain `dcp.save`, the others are presets of costlab's
-    engine; it decides which stall is spread over the steps, all ways are measured as far as the budget goes.
+    engine; it decides which stall is spread over the steps, all ways are measured as far as the budget goes, with
+    `chosen_save_only` none but this one.
     `plan` is the path of a fusion plan, whose rewrites are put in. `lean` leaves out what a repetition need not measure
     again: the machine's ceilings, the FLOP count, gradient norms, and the cold compile with its fusion trace.
     """
@@ -74,6 +75,7 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=F
     checkpoint_codec: CheckpointCodec = "dcp"
     checkpoint_steps: int = 8
     checkpoint_budget_s: float = 0.0
+    chosen_save_only: bool = False
     keep_raw: bool = True
     lean: bool = False
     silence_timeout_s: float = 600.0

@@ -479,7 +479,7 @@ def checkpoint_phase(run: RankRun, trainer: Trainer) -> None:
         steps=run.spec.checkpoint_steps,
         emit=emit,
         budget_s=checkpoint_budget(run),
-        configurations=savers(run.device, run.world, run.spec.checkpoint_codec),
+        configurations=savers(run.device, run.world, run.spec.checkpoint_codec, only=run.spec.chosen_save_only),
         repeatable=steps,
         copy_gbps=run.facts.copy_gbps,
     )

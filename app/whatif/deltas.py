@@ -72,6 +72,8 @@ _FIGURES: tuple[tuple[str, str, Getter, bool], ...] = (
     ("checkpoint bytes", "B", _save_bytes, False),
 )
 
+_OF_SAVES = (_stall, _save_stall, _save_bytes)
+
 
 def typical(legs: Sequence[LegRecord], arms: Sequence[str], field: str) -> float | None:
     """Median of a leg's figure over all complete legs of `arms`."""
@@ -87,7 +89,7 @@ def deltas(
     after: RunReport | None,
     again: RunReport | None = None,
 ) -> list[Change]:
-    """All changes of which one side at least was measured.
+    """All changes of which one side at least was measured; of a save only where the variant saved.
 
     Memory and energy are medians over all legs; the rest is of the profiled legs, one each. What changes no more than
     three times as much as between the baseline's leg and the control's, whose report is `again`, or within a figure's
@@ -99,7 +101,8 @@ def deltas(
         change = change_of(name, unit, base, typical(legs, [arm], field))
         out.append(_beside(change, change_of(name, unit, first, second)))
     if before is not None and after is not None:
-        out += [_figure(which, before, after, again) for which in _FIGURES]
+        told = [f for f in _FIGURES if f[2] not in _OF_SAVES or f[2](after) is not None]
+        out += [_figure(which, before, after, again) for which in told]
     return [c for c in out if c.a is not None or c.b is not None]
 
 

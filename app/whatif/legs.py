@@ -43,10 +43,10 @@ def leg_spec(whatif: WhatIfSpec, arm: str, round_: int) -> RunSpec:
     """Options of one leg.
 
     All legs of a round have the same seed, each round its own: differences within a round are at equal data and
-    weights, differences between rounds show what the seed does. Only an arm's first leg is profiled and, where its saves
-    are compared (`_saves`), saves checkpoints. The first round compiles cold and measures the machine; later ones are lean. Eager
-    and lean legs warm up two steps longer: the others compile twice, two steps each, and a timed step must be the same
-    training step in every leg for its loss to be comparable.
+    weights, differences between rounds show what the seed does. Only an arm's first leg is profiled and, where its
+    saves are compared (`saves`), saves checkpoints. The first round compiles cold and measures the machine; later ones
+    are lean. Eager and lean legs warm up two steps longer: the others compile twice, two steps each, and a timed step
+    must be the same training step in every leg for its loss to be comparable.
     """
     spec = whatif.arm(arm)
     first = round_ == 0
@@ -54,7 +54,8 @@ def leg_spec(whatif: WhatIfSpec, arm: str, round_: int) -> RunSpec:
         spec,
         seed=spec.seed + round_,
         profile_steps=spec.profile_steps if first else 0,
-        checkpoint=first and spec.checkpoint and _saves(whatif, arm),
+        checkpoint=first and spec.checkpoint and saves(whatif, arm),
+        chosen_save_only=True,
         checkpoint_budget_s=spec.checkpoint_budget_s or SAVES_S,
         warmup=spec.warmup + (2 if round_ or spec.compile == "none" else 0),
         keep_raw=False,
@@ -62,12 +63,20 @@ def leg_spec(whatif: WhatIfSpec, arm: str, round_: int) -> RunSpec:
     )
 
 
-def _saves(whatif: WhatIfSpec, arm: str) -> bool:
-    """The baseline and the arms that save in another way; all variants where none does, since saving was asked for."""
-    codecs = {name: whatif.arm(name).checkpoint_codec for name in whatif.arms()}
-    own = codecs[BASELINE]
-    alike = all(codec == own for codec in codecs.values())
-    return arm == BASELINE or (arm != CONTROL and (alike or codecs[arm] != own))
+def saves(whatif: WhatIfSpec, arm: str) -> bool:
+    """Whether an arm's first leg saves, where the what-if does: how a save differs is then told of that arm.
+
+    The baseline does, and of the variants those that save in another way; all of them where none does, since saving was
+    asked for. What combines items that are arms themselves is not asked again for what one of them alone answers.
+    """
+    if arm in (BASELINE, CONTROL):
+        return arm == BASELINE
+    codecs = {name: whatif.arm(name).checkpoint_codec for name in whatif.arms() if name != CONTROL}
+    if len(set(codecs.values())) == 1:
+        return True
+    factors = next(v.factors for v in whatif.variants if v.name == arm)
+    answered = any(codecs.get(factor) == codecs[arm] for factor in factors if factor != arm)
+    return codecs[arm] != codecs[BASELINE] and not answered
 
 
 def leg_directory(arm: str, round_: int) -> str:

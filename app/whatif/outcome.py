@@ -10,10 +10,10 @@ from costlab.app.analysis.compare import Change
 from costlab.app.analysis.views import Figure, RunReport
 from costlab.app.whatif import stats
 from costlab.app.whatif.deltas import deltas, money_change, typical
-from costlab.app.whatif.legs import MEMORY_KINDS, missing_bytes
+from costlab.app.whatif.legs import MEMORY_KINDS, missing_bytes, saves
 from costlab.app.whatif.parity import judge
 from costlab.app.whatif.predict import checked
-from costlab.app.whatif.results import Arm, FactorEffect, LegRecord, Prediction, WhatIfResult, WhatIfStatus
+from costlab.app.whatif.results import Arm, FactorEffect, LegRecord, Prediction, SaveEffect, WhatIfResult, WhatIfStatus
 from costlab.app.whatif.saves import save_effect
 from costlab.app.whatif.spec import BASELINE, CONTROL, Variant, WhatIfSpec
 from costlab.probes.records import Environment
@@ -190,9 +190,7 @@ def _arm(
         parity=judge(evidence.legs, name, variant.options),
         deltas=deltas(evidence.legs, name, *(evidence.reports.get(a) for a in (BASELINE, name, CONTROL))),
         money=_money(evidence, name),
-        saves=save_effect(
-            evidence.reports.get(BASELINE), evidence.reports.get(name), evidence.spec.baseline, evidence.spec.arm(name)
-        ),
+        saves=_saves(evidence, name),
         legs=len(own),
         run=own[0].directory if own else "",
         notes=_own_notes(evidence, name),
@@ -221,6 +219,13 @@ def _measure(evidence: Evidence, name: str) -> str:
     report = evidence.reports.get(BASELINE)
     unit = (report.run.unit if report else "unit").removesuffix("s")
     return "step time" if not after or before == after else f"time per {unit}"
+
+
+def _saves(evidence: Evidence, name: str) -> SaveEffect | None:
+    if not saves(evidence.spec, name):
+        return None
+    before, after = (evidence.reports.get(arm) for arm in (BASELINE, name))
+    return save_effect(before, after, evidence.spec.baseline, evidence.spec.arm(name))
 
 
 def _money(evidence: Evidence, name: str) -> Change | None:

@@ -22,7 +22,8 @@ from costlab.probes.spec import RunSpec, SpecError, validate
 BASELINE, CONTROL = "baseline", "A/A control"
 MOST_VARIANTS = 32
 FACTOR_LIMIT = 4
-_FIXED = ("preset", "nnodes", "node_rank", "rdzv_endpoint", "seed", "keep_raw")  # an engine's or a run's own business
+# An engine's or a run's own business.
+_FIXED = ("preset", "nnodes", "node_rank", "rdzv_endpoint", "seed", "keep_raw", "chosen_save_only")
 
 
 class Variant(msgspec.Struct, frozen=True, kw_only=True):
