@@ -18,10 +18,17 @@ from costlab.probes.parallel import Wrapped
 from costlab.probes.records import StepRow
 from costlab.probes.workloads.base import Workload, to_device
 
+# At a full rate from the first step AdamW's path is chaotic: two runs of one seed part within ten steps, and no loss
+# can be compared with another.
+RISE_STEPS = 100
+
 
 @dataclass
 class Trainer:
-    """Runs steps of one workload: data, forward, backward, optimizer."""
+    """Runs steps of one workload: data, forward, backward, optimizer.
+
+    The learning rate rises linearly to the optimizer's over the first RISE_STEPS steps, as in trainings.
+    """
 
     workload: Workload
     wrapped: Wrapped
@@ -32,6 +39,9 @@ class Trainer:
     index: int = 0
     losses: list[Tensor] = field(default_factory=list)
 
+    def __post_init__(self) -> None:
+        self._rates = [float(group["lr"]) for group in self.optimizer.param_groups]
+
     def _phase(self, name: str) -> AbstractContextManager[Any]:
         return record_function(f"costlab::phase::{name}") if self.annotate else nullcontext()
 
@@ -39,6 +49,8 @@ class Trainer:
         """One training step, enqueued but not waited for; returns the detached loss, the mean over micro-batches."""
         losses = [self._micro_batch(n) for n in range(self.accumulation)]
         with self._phase("optimizer"):
+            for group, rate in zip(self.optimizer.param_groups, self._rates, strict=True):
+                group["lr"] = rate * min(1.0, (self.index + 1) / RISE_STEPS)
             self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)
         self.index += 1
