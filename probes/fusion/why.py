@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 import ast
+import operator
+import re
 from collections import defaultdict
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 from costlab.probes.fusion.causes import cause_of
 from costlab.probes.fusion.facts import GraphFacts
 
 _INDEXING = "indexing: "
 _SHAPES = ("iteration_shape", "layout_mismatch", "backend_loop_mismatch")
+_ARITHMETIC: dict[type[ast.operator], Callable[[float, float], float]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.FloorDiv: operator.floordiv,
+    ast.Div: operator.truediv,
+}
+_LARGE = 1024.0  # any length of an unknown dimension that is large beside the parts of a split
+_FILLED_UP = 0.1
 
 
 def _about(text: str, buffers: Collection[str]) -> str:
@@ -22,6 +33,31 @@ def _about(text: str, buffers: Collection[str]) -> str:
         return next(f"{_INDEXING}{by_buffer[b]}" for b in by_buffer if b in buffers)
     except (ValueError, SyntaxError, TypeError, StopIteration):
         return text
+
+
+def _rounded_up(text: str) -> bool:
+    """Whether two loops differ in length only because one, a split reduction, is filled up to whole parts."""
+    found = re.search(r"different numel: (.+) v\.s\. (.+)", text)
+    lengths = [_length(side) for side in found.groups()] if found else []
+    return len(lengths) == 2 and 0 < min(lengths) < max(lengths) <= (1 + _FILLED_UP) * min(lengths)
+
+
+def _length(text: str) -> float:
+    """A loop's length, with every symbol a large number; 0 if it cannot be read."""
+    try:
+        return _value(ast.parse(text.strip(), mode="eval").body)
+    except (SyntaxError, ValueError, ZeroDivisionError, RecursionError):
+        return 0.0
+
+
+def _value(node: ast.expr) -> float:
+    if isinstance(node, ast.Constant) and isinstance(node.value, int):
+        return float(node.value)
+    if isinstance(node, ast.Name):
+        return _LARGE
+    if isinstance(node, ast.BinOp) and type(node.op) in _ARITHMETIC:
+        return _ARITHMETIC[type(node.op)](_value(node.left), _value(node.right))
+    raise ValueError(ast.dump(node))
 
 
 class Reasons:
@@ -78,6 +114,8 @@ class Reasons:
         cause = cause_of(text if text.startswith(_INDEXING) else rejection.template)
         if cause == "no_shared_data":
             cause = "not_attempted"
+        if cause == "iteration_shape" and _rounded_up(text):
+            cause = "layout_mismatch"
         if cause in _SHAPES and self._reduction_decides(cause, one.reduction, two.reduction):
             cause = "reduction_shape"
         if cause in (*_SHAPES, "data_dependency") and self._reduction_between(first, second):

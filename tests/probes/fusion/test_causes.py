@@ -9,6 +9,9 @@ import pytest
 from torch._inductor import scheduler
 
 from costlab.probes.fusion.causes import CAUSES, HARD, STRUCTURAL, addressable, cause_of, mend_of, text_of
+from costlab.probes.fusion.why import Reasons
+
+from .graphs import Builder
 
 
 @pytest.mark.parametrize(
@@ -65,3 +68,25 @@ def test_nothing_is_excused_unless_it_is_structural() -> None:
     assert STRUCTURAL.isdisjoint(HARD)
     assert all(addressable(c) == (c not in STRUCTURAL) for c in CAUSES)
     assert addressable("no such cause")
+
+
+@pytest.mark.parametrize(
+    ("reason", "cause"),
+    [
+        # The rows of a column sum, filled up to three parts: the loop's order decides, and a reduction stands there.
+        ("different numel: 4096*s77 v.s. 384*(((32*s77 + 2)//3))", "reduction_shape"),
+        ("different numel: 32896 v.s. 384*86", "reduction_shape"),
+        # Twice as many elements are another loop, which the user may change.
+        ("different numel: 4096*s77 v.s. 8192*s77", "iteration_shape"),
+        ("different numel: 4096*s77 v.s. __import__('os')", "iteration_shape"),
+        ("different numel: 4096*s77 v.s. 1//0", "iteration_shape"),
+    ],
+)
+def test_a_split_reduction_that_was_filled_up_is_no_other_loop(reason: str, cause: str) -> None:
+    b = Builder()
+    b.input("x")
+    b.node("mul", "x")
+    b.node("sum", "mul", kind="reduction")
+    b.reject("mul", "sum", f"indexing: {{'buf_mul': '{reason}'}}" if "'" not in reason else f"indexing: {reason}")
+    ops = {o.origin: o.name for o in b.facts.ops.values()}
+    assert Reasons(b.facts).why(ops["mul"], ops["sum"], {"buf_mul"})[0] == cause
