@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
 PREFIX = "costlab:"
 COMMIT_S = 60.0
+PEER_TIMEOUT = timedelta(seconds=2 * COMMIT_S)
 DISK_SAMPLE = 256 << 20
 COPY_SAMPLE = 128 << 20
 PIECE = 8 << 20
@@ -73,7 +75,7 @@ class Engine(Saver):
         from costlab.kernels.codec.state import parts_of
 
         if self._with_replica and group is not None:
-            self._replica = Replica(group, scratch / "peer")
+            self._replica = Replica.create(scratch / "peer", timeout=PEER_TIMEOUT)
         # The gate runs at one save in 50: it is measured here, so that the save measured is an ordinary one.
         self._checkpointer = AsyncCheckpointer(
             scratch, self.policy, gate_every=0, commit_timeout=COMMIT_S, replica=self._replica

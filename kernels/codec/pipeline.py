@@ -147,7 +147,7 @@ class AsyncCheckpointer:
         threshold (worst parameter, relative) is refused with "raise", stored exactly with "exact". Measured at the
         first and every `gate_every`-th save, synchronously; 0 never.
     adam: the optimizer's constants for the gate.
-    replica: sends each file to a peer.
+    replica: sends each file to a peer; `Replica.create` makes it.
     commit_timeout: seconds to wait for the other ranks.
     per_rank: globs of names that differ between ranks though they aren't DTensors.
     """

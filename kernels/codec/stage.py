@@ -9,7 +9,7 @@ wait for that.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Literal
 
 import torch
@@ -49,6 +49,19 @@ class Stager:
         self._counters: torch.Tensor | None = None
         self._on_host: torch.Tensor | None = None
 
+    @contextlib.contextmanager
+    def _on_stream(self) -> Iterator[None]:
+        """What the block enqueues runs on the stream of the copies.
+
+        The device comes first: a thread whose current device is another would, on leaving the stream, switch back to
+        that and make a context on it, which takes half a GB of a neighbour's memory.
+        """
+        if self.stream is None:
+            yield
+            return
+        with torch.cuda.device(self.stream.device), torch.cuda.stream(self.stream):
+            yield
+
     def begin(self, plan: Plan, fixed: Region, packed: Region) -> None:
         """Enqueue the device's copy; returns before it is made. CPU tensors are copied before it returns."""
         device = cuda_device(plan.items)
@@ -64,7 +77,7 @@ class Stager:
             self.stream = torch.cuda.Stream(device)
         self.stream.wait_stream(torch.cuda.current_stream(device))
         self.start, self.done = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        with torch.cuda.stream(self.stream):
+        with self._on_stream():
             self.start.record(self.stream)
             copy = self._device_copy(plan, device)
             for item in [] if not copy.direct else plan.items:
@@ -107,7 +120,7 @@ class Stager:
         copy = plan.device_copy
         if self.done is None or copy is None or not copy.direct or self._counters is None:
             return
-        with torch.cuda.stream(self.stream):
+        with self._on_stream():
             row = self._copy(plan.fixed[: copy.direct], fixed, self._counters, 0)
             if not copy.packed:
                 self._copy(plan.packed, packed, self._counters, row)
@@ -118,7 +131,7 @@ class Stager:
         copy, arena = plan.device_copy, self._arena
         if self.done is None or copy is None or arena is None or self.stream is None:
             return
-        with torch.cuda.stream(self.stream):
+        with self._on_stream():
             if copy.packed:
                 packed.copy_in(0, arena[: copy.packed_length])
             if copy.fixed:
@@ -151,7 +164,7 @@ class Stager:
         if self.done is None:
             return
         self.done.synchronize()
-        with torch.cuda.stream(self.stream) if self.stream is not None else contextlib.nullcontext():
+        with self._on_stream():
             kernel_items = [item for item in plan.items if item.way is Way.KERNEL and item.entry.length]
             counts = self._on_host.tolist() if self._on_host is not None and kernel_items else []
             for item, numbers in zip(kernel_items, counts, strict=False):

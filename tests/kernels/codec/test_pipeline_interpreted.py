@@ -61,6 +61,7 @@ def main() -> None:
 
     torch.cuda.Event, torch.cuda.Stream = FakeEvent, FakeStream  # type: ignore[misc, assignment]
     torch.cuda.stream = lambda _stream: contextlib.nullcontext()  # type: ignore[assignment, misc, return-value]
+    torch.cuda.device = lambda _device: contextlib.nullcontext()  # type: ignore[assignment, misc]
     torch.cuda.current_stream = lambda _device=None: FakeStream()  # type: ignore[assignment, return-value]
     # Room for what comes after the large one, so that one save goes both ways.
     stage.device_budget = lambda _device: 1 << 20
