@@ -2,14 +2,13 @@
 
 Which plan a message gets is measured here, on the run's own ranks, just before the run: every candidate at three
 sizes, the library's own all-reduce among them, the slowest rank's time counting. `auto` takes the fastest schedule and
-leaves the library in place where nothing is faster by more than the noise; a named schedule only has its chunks chosen.
+leaves the library in place where nothing beats it by more than a margin and the noise, or, for DDP on GPUs, where the
+schedule holds up matrix products beside it longer; a named schedule only has its chunks chosen.
 """
 
 from __future__ import annotations
 
 import os
-import statistics
-import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -19,10 +18,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import ProcessGroup
 
-from costlab.kernels.schedule import hooks
+from costlab.kernels.schedule import hooks, measure
 from costlab.kernels.schedule.communicator import Communicator
 from costlab.kernels.schedule.compat import backend_name
-from costlab.kernels.schedule.errors import ScheduleError, ScheduleRefused
+from costlab.kernels.schedule.errors import ScheduleError
 from costlab.kernels.schedule.plan import Layout, Plan, Schedule
 from costlab.kernels.schedule.planner import Choice, Planner
 from costlab.kernels.schedule.topology import Link, uniform
@@ -31,8 +30,7 @@ from costlab.probes.spec import RunSpec, SpecError
 
 SIZES = (64 << 10, 1 << 20, 8 << 20)  # bytes; DDP's buckets are 1 MiB first, then 25 MiB
 GPU_SIZES = (256 << 10, 4 << 20, 64 << 20)
-REPEATS = 3
-HOPELESS = 4.0  # times the fastest so far: larger sizes of such a plan are not measured
+REPEATS, GPU_REPEATS = 3, 8
 _CHUNKS = (1, 4)
 _NAMED: dict[str, tuple[Schedule, ...]] = {
     "ring": ("ring",),
@@ -50,7 +48,7 @@ def planned_ddp(ddp: Any, spec: RunSpec, device: torch.device, choices: list[Sch
     `choices` gets what was measured, and later a row for each new size of message that the steps reduce.
     """
     communicator = _communicator(dist.group.WORLD, spec)
-    choose, said = _measured(communicator, spec.schedule, torch.float32, device, choices)
+    choose, said = _measured(communicator, spec.schedule, torch.float32, device, choices, beside=True)
     ddp.register_comm_hook(None, hooks.ddp_hook(communicator, choose))
     return said
 
@@ -86,7 +84,7 @@ def _communicator(group: ProcessGroup | None, spec: RunSpec) -> Communicator:
 
 def _candidates(communicator: Communicator, schedule: str, device: torch.device) -> list[Plan]:
     chunked = [Plan(s, chunks=c) for s in ("ring", "chain", "two-level", "hybrid") for c in _CHUNKS]
-    symmetric = [Plan("one-shot"), Plan("two-shot"), Plan("two-shot", chunks=4)]
+    symmetric = [Plan("one-shot"), *(Plan("two-shot", chunks=c) for c in (1, 2, 4))]
     if schedule == "auto":
         several = len(communicator.layout) > 1
         own = [p for p in chunked if several or p.schedule in ("ring", "chain")]
@@ -95,22 +93,26 @@ def _candidates(communicator: Communicator, schedule: str, device: torch.device)
 
 
 def _measured(
-    communicator: Communicator, schedule: str, dtype: torch.dtype, device: torch.device, choices: list[ScheduleChoice]
+    communicator: Communicator,
+    schedule: str,
+    dtype: torch.dtype,
+    device: torch.device,
+    choices: list[ScheduleChoice],
+    *,
+    beside: bool = False,
 ) -> tuple[Callable[[int], Plan], list[str]]:
     """What to run for so many bytes, and the choice at each measured size in a sentence."""
-    sizes = GPU_SIZES if device.type == "cuda" else SIZES
-    curves: dict[Plan, list[tuple[int, float]]] = {}
-    refused = ""
-    for plan in _candidates(communicator, schedule, device):
-        try:
-            curves[plan] = _curve(communicator, plan, curves, dtype, device)
-        except ScheduleRefused as error:  # alike on all ranks: it depends on device, dtype and layout
-            refused = str(error)
-        except ScheduleError as error:
-            raise SpecError(f"--schedule {schedule}: {error}") from error
-    if not curves:
+    sizes, rounds = (GPU_SIZES, GPU_REPEATS) if device.type == "cuda" else (SIZES, REPEATS)
+    plans = _candidates(communicator, schedule, device)
+    try:
+        found = measure.curves(communicator, plans, sizes, dtype, device, rounds, beside=beside)
+    except ScheduleError as error:
+        raise SpecError(f"--schedule {schedule}: {error}") from error
+    if not found.curves:
+        refused = next(reversed(found.refused.values()), "")
         raise SpecError(f"--schedule {schedule}: {refused}; --schedule auto takes what can be had")
-    planner = Planner(uniform(1, communicator.world_size, _NOMINAL, _NOMINAL), measured=curves)
+    nominal = uniform(1, communicator.world_size, _NOMINAL, _NOMINAL)
+    planner = Planner(nominal, measured=found.curves, noise=found.noise, beside=found.beside)
     kept: dict[int, Plan] = {}
 
     def choose(nbytes: int) -> Plan:
@@ -140,23 +142,6 @@ def _row(
     )
 
 
-def _curve(
-    communicator: Communicator,
-    plan: Plan,
-    others: dict[Plan, list[tuple[int, float]]],
-    dtype: torch.dtype,
-    device: torch.device,
-) -> list[tuple[int, float]]:
-    """(bytes, seconds) of a plan; it ends where another one is far ahead, alike on all ranks."""
-    points: list[tuple[int, float]] = []
-    for place, nbytes in enumerate(GPU_SIZES if device.type == "cuda" else SIZES):
-        points.append((nbytes, _seconds(communicator, plan, nbytes, dtype, device)))
-        ahead = [curve[place][1] for curve in others.values() if len(curve) > place]
-        if ahead and points[-1][1] > HOPELESS * min(ahead):
-            break
-    return points
-
-
 def _sentences(schedule: str, communicator: Communicator, choices: Sequence[Choice]) -> list[str]:
     hosts = len(communicator.layout)
     where = f"{communicator.world_size} ranks on {hosts} host{'s' if hosts > 1 else ''}"
@@ -164,25 +149,3 @@ def _sentences(schedule: str, communicator: Communicator, choices: Sequence[Choi
     if schedule in ("hybrid", "two-level") and hosts == 1:
         said.append(f"{schedule} on one host has nothing between hosts: it is a ring in chunks here")
     return said
-
-
-def _seconds(communicator: Communicator, plan: Plan, nbytes: int, dtype: torch.dtype, device: torch.device) -> float:
-    """Median over repeats of the slowest rank's time, seconds."""
-    tensor = torch.zeros(nbytes // torch.empty(0, dtype=dtype).element_size(), dtype=dtype, device=device)
-    taken = []
-    for _ in range(REPEATS + 1):
-        dist.barrier(group=communicator.parent)
-        taken.append(_once(communicator, plan, tensor))
-    slowest = torch.tensor(taken[1:], dtype=torch.float64, device=device)
-    dist.all_reduce(slowest, dist.ReduceOp.MAX, group=communicator.parent)
-    return float(statistics.median(slowest.tolist()))
-
-
-def _once(communicator: Communicator, plan: Plan, tensor: torch.Tensor) -> float:
-    if tensor.is_cuda:
-        torch.cuda.synchronize(tensor.device)
-    started = time.perf_counter()
-    communicator.all_reduce(tensor, plan)
-    if tensor.is_cuda:
-        torch.cuda.synchronize(tensor.device)
-    return time.perf_counter() - started

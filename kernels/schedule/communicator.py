@@ -21,7 +21,8 @@ from costlab.kernels.schedule.errors import ScheduleAborted, ScheduleError, Sche
 from costlab.kernels.schedule.executor import Call, Scratch, Wires, buffers, run_streams, run_threads
 from costlab.kernels.schedule.plan import SYMMETRIC, Layout, Plan, check_layout
 from costlab.kernels.schedule.program import Program, build, tracks
-from costlab.kernels.schedule.symmetric import SymmetricMemory, Work, refusal
+from costlab.kernels.schedule.replay import Work
+from costlab.kernels.schedule.symmetric import SymmetricMemory, refusal
 
 Reduction = Literal["sum", "avg"]
 
@@ -146,7 +147,9 @@ class Communicator:
         self._symmetric: SymmetricMemory | None = None
         self._pending = False  # whether an asynchronous CUDA call may still run
         self._on_parent = False  # whether transfers ran over the parent group itself
-        self._ready: dict[tuple[Any, ...], Work] = {}  # blocking CUDA calls that have been checked before
+        self._ready: dict[tuple[Any, ...], Work] = {}  # CUDA calls that have been checked before
+        self._begun: torch.cuda.Event | None = None  # for all calls: a wait takes what was recorded last
+        self._issued: dict[torch.device, bool] = {}
         self._calls = 0
         self._working = threading.local()  # `call`: the one that this thread works on
 
@@ -164,18 +167,57 @@ class Communicator:
             ScheduleTimeout: a transfer took longer than the time-out.
             ScheduleAborted: the communicator was aborted, or broke before.
         """
+        if async_op and self.issues(tensor.device):
+            stream = self.issue(tensor, plan, op)
+            return Handle(None, stream.record_event(), (tensor,), self.abort)
         ready = None if async_op or self._pending else self._ready.get(_signature(tensor, plan, op))
         if ready is not None and tensor.is_contiguous():
             self._repeat(ready, tensor, plan)
             return None
         self._check(tensor, plan, op)
         if tensor.numel() == 0:
-            return self._finished() if async_op else None
-        on_host = not self._takes(tensor.device)
-        self._prepare_groups(plan, torch.device("cpu") if on_host else tensor.device)
-        if not on_host and tensor.is_cuda:
-            return self._on_streams(tensor, plan, op, async_op)
+            return Handle(None, None, (), self.abort) if async_op else None
+        if self.issues(tensor.device):
+            self._here(tensor, plan, op)
+            return None
+        self._prepare_groups(plan, torch.device("cpu"))
         return self._on_threads(tensor, plan, op, async_op)
+
+    def issues(self, device: torch.device) -> bool:
+        """Whether calls with tensors of this device are work of a CUDA stream, issued by the caller's thread."""
+        if device not in self._issued:
+            self._issued[device] = device.type == "cuda" and self._takes(device)
+        return self._issued[device]
+
+    def issue(self, tensor: Tensor, plan: Plan, op: Reduction = "sum") -> torch.cuda.Stream:
+        """Start an all-reduce on the communicator's own stream, which is returned and holds the result in its order.
+
+        An asynchronous `all_reduce` without a handle, for tensors of a device that `issues`; raises as that does. The
+        caller keeps the tensor until the work is done.
+        """
+        ready = self._ready.get(_signature(tensor, plan, op)) if tensor.is_contiguous() else None
+        if ready is None:
+            self._check(tensor, plan, op)
+            if not self.issues(tensor.device):
+                raise ScheduleRefused(f"calls with {tensor.device.type} tensors are not issued on a stream")
+            self._prepare_groups(plan, tensor.device)
+        stream = self._enter(tensor.device)
+        with torch.cuda.stream(stream):
+            if ready is not None:
+                self._repeat(ready, tensor, plan)
+            elif tensor.numel():
+                self._first(tensor, plan, op)
+        return stream
+
+    def _enter(self, device: torch.device) -> torch.cuda.Stream:
+        """The communicator's own stream, after what the current one holds."""
+        if self._begun is None:
+            self._begun = torch.cuda.Event()
+        stream = self.call_stream(device)
+        self._begun.record(torch.cuda.current_stream(device))
+        stream.wait_event(self._begun)
+        self._pending = True
+        return stream
 
     def prepare(self, plan: Plan, like: Tensor) -> None:
         """Create the groups and buffers for `plan` and warm them up; collective. Needed before a CUDA graph capture."""
@@ -359,11 +401,12 @@ class Communicator:
             self._check_open()
 
     def _reduce_flat(self, flat: Tensor, plan: Plan, op: Reduction) -> None:
-        if op == "avg" and not self._averages(flat, plan):
-            flat.mul_(1.0 / self.world_size)
         if plan.schedule in SYMMETRIC:
-            self._reduce_symmetric(flat, plan)
-        elif plan.schedule == "backend":
+            self._reduce_symmetric(flat, plan, self._scale(op))
+            return
+        if op == "avg" and not self._averages(flat, plan):
+            flat.mul_(self._scale(op))
+        if plan.schedule == "backend":
             self._backend(flat, op)
         else:
             program = build(plan, self.layout, flat.numel(), self.rank)
@@ -371,6 +414,9 @@ class Communicator:
                 self._run_cuda(flat, program, plan.schedule)
             else:
                 self._run_cpu(flat, program, plan.schedule)
+
+    def _scale(self, op: Reduction) -> float:
+        return 1.0 / self.world_size if op == "avg" else 1.0
 
     def _averages(self, flat: Tensor, plan: Plan) -> bool:
         return plan.schedule == "backend" and flat.is_cuda and compat.averages(self.parent, flat.device)
@@ -391,12 +437,12 @@ class Communicator:
                 late = "timed out" in str(error).lower() or "timeout" in str(error).lower()
                 raise (ScheduleTimeout if late else ScheduleError)(f"backend all-reduce failed: {error}") from error
 
-    def _reduce_symmetric(self, flat: Tensor, plan: Plan) -> None:
+    def _reduce_symmetric(self, flat: Tensor, plan: Plan, scale: float) -> None:
         if self._symmetric is None:
             group = self._group("backend", [self._everyone], flat.device) or self.parent
             self._symmetric = SymmetricMemory(group, self._ready.clear)
         with self._tagged(plan.schedule, flat)():
-            self._symmetric.all_reduce(flat, plan)
+            self._symmetric.all_reduce(flat, plan, scale)
 
     def _run_cpu(self, flat: Tensor, program: Program, name: str, kind: str = "all_reduce") -> None:
         run_threads(self._call(flat, program, name, kind, self.timeout), self._pool)
@@ -417,26 +463,23 @@ class Communicator:
 
     def _stream(self, name: str, device: torch.device) -> torch.cuda.Stream:
         if name not in self._streams:
-            self._streams[name] = torch.cuda.Stream(device)
+            self._streams[name] = compat.urgent_stream(device)
         return self._streams[name]
 
-    def _on_streams(self, tensor: Tensor, plan: Plan, op: Reduction, async_op: bool) -> Handle | None:
-        here, main = torch.cuda.current_stream(tensor.device), self.call_stream(tensor.device)
-        if not async_op:
-            if self._pending and torch.cuda.is_current_stream_capturing():
-                raise ScheduleRefused("prepare() between an asynchronous call and the capture of a CUDA graph")
-            if self._pending:
-                here.wait_stream(main)
-                self._pending = False
-            flat = self._reduce_cuda(tensor, plan, op)
-            if plan.schedule in SYMMETRIC or plan.schedule == "backend":
-                self._remember(tensor, flat, plan, op)
-            return None
-        main.wait_stream(here)
-        self._pending = True
-        with torch.cuda.stream(main):
-            flat = self._reduce_cuda(tensor, plan, op)
-        return Handle(None, main.record_event(), (tensor, flat), self.abort)
+    def _here(self, tensor: Tensor, plan: Plan, op: Reduction) -> None:
+        """A call on the current stream, after asynchronous ones."""
+        self._prepare_groups(plan, tensor.device)
+        if self._pending and torch.cuda.is_current_stream_capturing():
+            raise ScheduleRefused("prepare() between an asynchronous call and the capture of a CUDA graph")
+        if self._pending:
+            torch.cuda.current_stream(tensor.device).wait_stream(self.call_stream(tensor.device))
+            self._pending = False
+        self._first(tensor, plan, op)
+
+    def _first(self, tensor: Tensor, plan: Plan, op: Reduction) -> None:
+        flat = self._reduce_cuda(tensor, plan, op)
+        if plan.schedule in SYMMETRIC or plan.schedule == "backend":
+            self._remember(tensor, flat, plan, op)
 
     def _reduce_cuda(self, tensor: Tensor, plan: Plan, op: Reduction) -> Tensor:
         """Reduce on the current stream; returns the flat tensor that was worked on."""
@@ -450,26 +493,26 @@ class Communicator:
         """Keep what runs this call, so that the next one like it costs the host no more than the library's own."""
         if len(self._ready) >= _READY:
             self._ready.clear()
+        self._ready[_signature(tensor, plan, op)] = self._work(flat, plan, op)
+
+    def _work(self, flat: Tensor, plan: Plan, op: Reduction) -> Work:
+        scale = self._scale(op)
+        if self._symmetric is not None and plan.schedule in SYMMETRIC:
+            return self._symmetric.work(flat, plan, scale)
         averages = op == "avg" and self._averages(flat, plan)
-        work = self._work(flat, plan, "avg" if averages else "sum")
-        scale = 1.0 / self.world_size
+        call = compat.all_reduce_call(self.parent, "avg" if averages else "sum")
 
         def scaled(flat: Tensor) -> None:
             flat.mul_(scale)
-            work(flat)
+            call(flat)
 
-        self._ready[_signature(tensor, plan, op)] = work if op == "sum" or averages else scaled
-
-    def _work(self, flat: Tensor, plan: Plan, op: Reduction) -> Work:
-        if self._symmetric is not None and plan.schedule in SYMMETRIC:
-            return self._symmetric.work(flat, plan)
-        return compat.all_reduce_call(self.parent, op)
+        return call if op == "sum" or averages else scaled
 
     def _repeat(self, work: Work, tensor: Tensor, plan: Plan) -> None:
         if self._broken is not None:
             self._check_open()
-        # the library takes any shape, and a view costs the host a microsecond
-        bare = plan.schedule == "backend" and not tensor.requires_grad
+        # a view costs the host a microsecond, and the library takes any shape
+        bare = not tensor.requires_grad and (tensor.dim() == 1 or plan.schedule == "backend")
         flat = tensor if bare else tensor.detach().view(-1)
         try:
             if compat.profiling():
@@ -481,6 +524,3 @@ class Communicator:
             self._broken = self._broken or error
             self._abort_groups()
             raise ScheduleError(f"{plan.schedule} all-reduce failed: {error}") from error
-
-    def _finished(self) -> Handle:
-        return Handle(None, None, (), self.abort)

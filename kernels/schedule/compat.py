@@ -80,6 +80,21 @@ def profiling() -> bool:
     return bool(getattr(_profiler, "_is_profiler_enabled", True))
 
 
+def urgent_stream(device: torch.device) -> torch.cuda.Stream:
+    """A stream that goes before compute where both wait for the GPU, as FSDP2's copies do.
+
+    A schedule is a row of short kernels: at equal priority each of them would wait for a whole kernel of backward.
+    """
+    return torch.cuda.Stream(device, priority=-1)
+
+
+def storage_reference(tensor: Tensor) -> Any:
+    """A weak reference to the memory a tensor lies in; `expired()` tells whether it has been freed."""
+    from torch.multiprocessing.reductions import StorageWeakRef
+
+    return StorageWeakRef(tensor.untyped_storage())
+
+
 def new_groups(
     parent: ProcessGroup, members: list[list[int]], timeout: timedelta | None, device: torch.device, name: str
 ) -> ProcessGroup | None:

@@ -41,20 +41,27 @@ def ddp_hook(communicator: Communicator, plan_for: PlanFor) -> Callable[[object,
     def planned_all_reduce(_state: object, bucket: GradBucket) -> Future[Tensor]:
         flat = bucket.buffer()
         plan = plan_for(flat.numel() * flat.element_size())
+        if communicator.issues(flat.device):
+            return _promised(flat, communicator.issue(flat, plan, "avg"))
         handle = communicator.all_reduce(flat, plan, "avg", async_op=True)
         if handle is None:
             raise ScheduleError("an asynchronous all-reduce returned no handle")
-        if not flat.is_cuda:
-            future: Future[Tensor] = Future()
-            handle.then(lambda error: _settle(future, flat, error))
-            return future
-        future = Future(devices=[flat.device])
-        with torch.cuda.stream(communicator.call_stream(flat.device)):
+        if flat.is_cuda:  # staged through the host
             handle.wait()
-            future.set_result(flat)
+            return _promised(flat, torch.cuda.current_stream(flat.device))
+        future: Future[Tensor] = Future()
+        handle.then(lambda error: _settle(future, flat, error))
         return future
 
     return planned_all_reduce
+
+
+def _promised(flat: Tensor, stream: torch.cuda.Stream) -> Future[Tensor]:
+    """A future whose readers' streams wait for what `stream` holds now."""
+    future: Future[Tensor] = Future(devices=[flat.device])
+    with torch.cuda.stream(stream):
+        future.set_result(flat)
+    return future
 
 
 def _settle(future: Future[Tensor], flat: Tensor, error: BaseException | None) -> None:

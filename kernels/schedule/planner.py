@@ -24,7 +24,8 @@ Curve = Sequence[tuple[int, float]]  # (bytes, seconds), ascending
 LEAST_CHUNK = 4096  # bytes; below, a chunk is nothing but latency
 MOST_CHUNKS = 512
 SIMULATED_RANKS = 8
-ALIKE = 0.03
+ALIKE = 0.03  # predictions this close are the same
+MARGIN = 0.05  # by so much, and the noise, a measured schedule must beat the library's own all-reduce
 SCRATCH = 32 << 20  # bytes a ring may hold to receive into
 _CHUNKS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 
@@ -40,7 +41,7 @@ class Candidate:
     def describe(self) -> str:
         """For people: schedule, chunks and, for chains, the order of segments where it is not the layout's."""
         text: str = self.plan.schedule
-        if self.plan.schedule in OWN and self.plan.chunks > 1:
+        if self.plan.schedule != "backend" and self.plan.chunks > 1:
             text += f" in {self.plan.chunks} chunks"
         if self.plan.order and self.plan.order != tuple(range(len(self.plan.order))):
             shown = "-".join(map(str, self.plan.order[:8])) + ("-..." if len(self.plan.order) > 8 else "")
@@ -53,7 +54,8 @@ class Choice:
     """The planner's answer for one size.
 
     Attributes:
-        best: the fastest candidate, or the library's own all-reduce where nothing is faster by more than ALIKE.
+        best: the fastest candidate, or the library's own all-reduce where no measured one beats it by more than MARGIN
+            and the noise.
         candidates: the best of each schedule, `best` first, then the fastest first.
         bound: seconds that no all-reduce without in-network reduction can beat.
         sentence: the reason, with numbers.
@@ -85,6 +87,10 @@ class Planner:
         measured: curves of plans measured on this very fabric.
         memory: bytes/s of a device copy, for the symmetric-memory schedules.
         simulated_ranks: up to so many ranks, candidates are simulated instead of reckoned.
+        noise: of the measured curves by size, a share of their times (0.02: 2 %); bytes between two sizes have the
+            larger noise of both.
+        beside: curves of plans with compute beside them, until both are done. A plan that takes longer there than the
+            library's all-reduce does is no candidate.
     """
 
     def __init__(
@@ -95,18 +101,22 @@ class Planner:
         measured: Mapping[Plan, Curve] | None = None,
         memory: float | None = None,
         simulated_ranks: int = SIMULATED_RANKS,
+        noise: Mapping[int, float] | None = None,
+        beside: Mapping[Plan, Curve] | None = None,
     ) -> None:
         self.fabric = fabric
         self.simulated_ranks = simulated_ranks
         self.model = CostModel(fabric, library, memory)
         self.schedules: Sequence[Schedule] = tuple(schedules) if schedules else ALL_BUT_SYMMETRIC
         self.measured = {plan: sorted(curve) for plan, curve in (measured or {}).items() if curve}
+        self.noise = dict(sorted((noise or {}).items()))
+        self.beside = {plan: sorted(curve) for plan, curve in (beside or {}).items() if curve}
         self._order = chain_order(fabric)
 
     def choose(self, nbytes: int) -> Choice:
         """The fastest candidate for a message of `nbytes`, with its reason."""
         rows = self._measured(nbytes) if self.measured else self._predicted(nbytes)
-        ranked = _preferring_the_library(sorted(rows, key=lambda c: c.seconds))
+        ranked = _preferring_the_library(sorted(rows, key=lambda c: c.seconds), self.margin(nbytes))
         bound = self.model.bound(nbytes)
         return Choice(nbytes, ranked[0], ranked, bound, self._explain(nbytes, ranked, bound))
 
@@ -118,16 +128,32 @@ class Planner:
         """The best number of chunks by the formulas ("auto")."""
         return _sparing([(self.model.seconds(p, nbytes), p) for p in self._plans(schedule, nbytes)])[1].chunks
 
+    def margin(self, nbytes: int) -> float:
+        """The share of its own time by which a measured schedule must beat the library's all-reduce."""
+        sizes = list(self.noise)
+        at = bisect_left(sizes, nbytes)
+        exact = sizes[at : at + 1] == [nbytes]
+        near = sizes[at : at + 1] if exact else sizes[max(0, at - 1) : at + 1]
+        return MARGIN + max((self.noise[size] for size in near), default=0.0)
+
     # ------------------------------------------------------------------ candidates
 
     def _measured(self, nbytes: int) -> list[Candidate]:
         best: dict[str, Candidate] = {}
         covering = {p: c for p, c in self.measured.items() if c[0][0] <= nbytes <= c[-1][0]}
         for plan, curve in (covering or self.measured).items():
+            if self._hinders(plan, nbytes):
+                continue
             candidate = Candidate(plan, interpolate(curve, nbytes), "measured")
             if plan.schedule not in best or candidate.seconds < best[plan.schedule].seconds:
                 best[plan.schedule] = candidate
         return list(best.values())
+
+    def _hinders(self, plan: Plan, nbytes: int) -> bool:
+        """Whether compute beside the plan was seen to end later than beside the library's all-reduce."""
+        ours = self.beside.get(plan)
+        library = next((curve for p, curve in self.beside.items() if p.schedule == "backend"), None)
+        return ours is not None and library is not None and interpolate(ours, nbytes) > interpolate(library, nbytes)
 
     def _predicted(self, nbytes: int) -> list[Candidate]:
         plans = ((schedule, self._plans(schedule, nbytes)) for schedule in self.schedules)
@@ -192,9 +218,12 @@ def _sparing(timed: Sequence[tuple[float, Plan]]) -> tuple[float, Plan]:
     return min((row for row in timed if row[0] <= limit), key=lambda row: (row[1].chunks, row[0]))
 
 
-def _preferring_the_library(ranked: Sequence[Candidate]) -> tuple[Candidate, ...]:
-    """A gain within the noise of its measurement is none; measured candidates only: a formula has no noise."""
-    limit = ranked[0].seconds * (1 + ALIKE)
+def _preferring_the_library(ranked: Sequence[Candidate], margin: float) -> tuple[Candidate, ...]:
+    """A gain within the noise of its measurement is none; measured candidates only: a formula has no noise.
+
+    A run's conditions differ a little from those of the measurement, and the library is never worse than itself.
+    """
+    limit = ranked[0].seconds * (1 + margin)
     own = [c for c in ranked if c.plan.schedule == "backend" and c.source == "measured" and c.seconds <= limit]
     return (*own, *(c for c in ranked if c not in own))
 

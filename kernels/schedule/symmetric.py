@@ -2,9 +2,9 @@
 
 Every rank maps every other rank's buffer. One-shot: each rank reads all buffers and sums them itself; one barrier, N-1
 times the bytes, best for small messages. Two-shot: each rank sums one slice and all read the sums; the bytes of a ring
-without its steps. Both in one piece are torch's kernels (`torch.ops.symm_mem`); a two-shot in chunks is made here of
-copies into and out of the peers' buffers, so that a chunk's local work hides behind another's transfer. Every element
-is summed by one rank or in rank order, so all ranks get the same bits; NVLink multicast (multimem) is never used.
+without its steps. Both in one piece are torch's kernels (`torch.ops.symm_mem`); `chunked.py` has a two-shot in chunks.
+Calls with a tensor that keeps coming are replayed from a CUDA graph (`replay.py`). Every element is summed by one rank
+or in rank order, so all ranks get the same bits; NVLink multicast (multimem) is never used.
 """
 
 from __future__ import annotations
@@ -12,16 +12,17 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from functools import partial
-from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from costlab.kernels.schedule import compat
+from costlab.kernels.schedule.chunked import Chunked, pieces
 from costlab.kernels.schedule.errors import ScheduleRefused
 from costlab.kernels.schedule.plan import Plan
-from costlab.kernels.schedule.program import cut
+from costlab.kernels.schedule.replay import Recorder, Replayed, Work
 
 NO_MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
 DTYPES = (torch.float32, torch.bfloat16)
@@ -30,8 +31,6 @@ _ALIGN = 16  # bytes of the kernels' widest access
 _STREAMS = 2
 _KEPT = 256
 _ops: Any = torch.ops
-
-Work = Callable[[Tensor], None]
 
 
 def refusal(device: torch.device, dtype: torch.dtype, world_size: int) -> str:
@@ -58,53 +57,6 @@ def _present(name: str) -> bool:
         return False
 
 
-class Piece(NamedTuple):
-    """One chunk of a two-shot in chunks: rank p sums `slices[p]`.
-
-    `slots[q]` is where rank q's addend lies in the buffer of the rank that sums; its own slot holds the sum. Elements.
-    """
-
-    slices: list[tuple[int, int]]
-    slots: list[int]
-
-
-def pieces(numel: int, chunks: int, world: int, unit: int) -> tuple[list[Piece], int]:
-    """The chunks of a two-shot over `world` ranks and the elements of buffer that they need, in multiples of `unit`."""
-    rows: list[Piece] = []
-    used = 0
-    for start, stop in cut(0, numel, chunks):
-        width = -(-(stop - start) // (world * unit)) * unit
-        edges = [min(start + p * width, stop) for p in range(world + 1)]
-        rows.append(Piece(list(pairwise(edges)), [used + q * width for q in range(world)]))
-        used += world * width
-    return rows, used
-
-
-def sum_piece(flat: Tensor, piece: Piece, me: int, buffers: list[Tensor], barrier: Callable[[], object]) -> None:
-    """One chunk: push addends to the rank that sums them, sum, pull the sums.
-
-    Args:
-        flat: this rank's message; the chunk's elements are replaced by their sums.
-        buffers: every rank's buffer as this rank sees it.
-        barrier: returns, or lets the stream go on, once all ranks have come to it.
-    """
-    others = [*range(me + 1, len(buffers)), *range(me)]
-    for p in others:
-        (a, b), slot = piece.slices[p], piece.slots[me]
-        buffers[p][slot : slot + b - a].copy_(flat[a:b])
-    barrier()
-    a, b = piece.slices[me]
-    for q in others:
-        slot = piece.slots[q]
-        flat[a:b].add_(buffers[me][slot : slot + b - a])
-    slot = piece.slots[me]
-    buffers[me][slot : slot + b - a].copy_(flat[a:b])
-    barrier()
-    for p in others:
-        (a, b), slot = piece.slices[p], piece.slots[p]
-        flat[a:b].copy_(buffers[p][slot : slot + b - a])
-
-
 class SymmetricMemory:
     """A symmetric buffer on the ranks of one group, grown on demand (growing is collective).
 
@@ -119,11 +71,12 @@ class SymmetricMemory:
         self.world, self.rank = group.size(), group.rank()
         self._buffer: Tensor | None = None
         self._handle: Any = None
-        self._works: dict[tuple[Plan, int, torch.dtype], Work] = {}
+        self._works: dict[tuple[Plan, int, torch.dtype, float], Work] = {}
         self._streams: list[torch.cuda.Stream] = []
+        self._record = Recorder()
 
-    def all_reduce(self, flat: Tensor, plan: Plan) -> None:
-        """Sum a flat CUDA tensor in place; the same bits on all ranks.
+    def all_reduce(self, flat: Tensor, plan: Plan, scale: float = 1.0) -> None:
+        """Sum a flat CUDA tensor in place, each addend times `scale`; the same bits on all ranks.
 
         Raises:
             ScheduleRefused: symmetric memory cannot serve this tensor or group, with the reason.
@@ -132,47 +85,50 @@ class SymmetricMemory:
         if reason:
             raise ScheduleRefused(reason)
         try:
-            self.work(flat, plan)(flat)
+            self.work(flat, plan, scale)(flat)
         except RuntimeError as error:
             if isinstance(error, ScheduleRefused):
                 raise
             raise ScheduleRefused(f"torch's {plan.schedule} all-reduce refused the call: {error}") from error
 
-    def work(self, flat: Tensor, plan: Plan) -> Work:
+    def work(self, flat: Tensor, plan: Plan, scale: float = 1.0) -> Work:
         """What sums a flat tensor of this size and dtype; kept, so that repeated calls cost the host little."""
-        key = (plan, flat.numel(), flat.dtype)
+        key = (plan, flat.numel(), flat.dtype, scale)
         if key not in self._works:
             if len(self._works) >= _KEPT:
                 self._works.clear()
-            self._works[key] = self._make(flat, plan)
+            self._works[key] = Replayed(self._make(flat, plan, scale), self._record)
         return self._works[key]
 
-    def _make(self, flat: Tensor, plan: Plan) -> Work:
+    def _make(self, flat: Tensor, plan: Plan, scale: float) -> Work:
         numel, unit = flat.numel(), _ALIGN // flat.element_size()
         if plan.schedule == "two-shot" and plan.chunks > 1:
-            rows, used = pieces(numel, plan.chunks, self.world, unit)
-            return self._chunked(rows, self._take(used, flat), flat)
+            return self._chunked(numel, plan.chunks, unit, flat, scale)
         padded = -(-numel // (unit * self.world)) * unit * self.world
         buffer = self._take(padded, flat)
-        return (self._one_shot if plan.schedule == "one-shot" else self._two_shot)(numel, buffer)
+        return (self._one_shot if plan.schedule == "one-shot" else self._two_shot)(numel, buffer, scale)
 
-    def _one_shot(self, numel: int, buffer: Tensor) -> Work:
+    def _one_shot(self, numel: int, buffer: Tensor, scale: float) -> Work:
+        """A copy in, then the kernel.
+
+        torch's kernel that also copies in (`one_shot_all_reduce_copy_out`) signals the peers without a
+        `__syncthreads()` after its copy, so a peer may read what another warp has not written yet.
+        """
         name = self.group.group_name
         plain = _ops.symm_mem.one_shot_all_reduce.default
-        fused = _ops.symm_mem.one_shot_all_reduce_copy_out.default if _present("one_shot_all_reduce_copy_out") else None
+        outward = _ops.symm_mem.one_shot_all_reduce_out.default if _present("one_shot_all_reduce_out") else None
         whole = numel == buffer.numel()
 
         def work(flat: Tensor) -> None:
-            if whole and fused is not None and flat.data_ptr() % _ALIGN == 0:
-                # copies in, sums and writes out in one kernel; each thread writes only what it has copied itself
-                fused(buffer, flat, "sum", name, flat)
+            _fill(buffer, flat, scale)
+            if whole and outward is not None and flat.data_ptr() % _ALIGN == 0:
+                outward(buffer, "sum", name, flat)
                 return
-            _fill(buffer, flat)
             flat.copy_(plain(buffer, "sum", name)[:numel])
 
         return work
 
-    def _two_shot(self, numel: int, buffer: Tensor) -> Work:
+    def _two_shot(self, numel: int, buffer: Tensor, scale: float) -> Work:
         name = self.group.group_name
         in_place = _ops.symm_mem.two_shot_all_reduce_.default
         writes_out = self.world in WRITES_OUT and _present("two_shot_all_reduce_out")
@@ -180,7 +136,7 @@ class SymmetricMemory:
         whole = numel == buffer.numel()
 
         def work(flat: Tensor) -> None:
-            _fill(buffer, flat)
+            _fill(buffer, flat, scale)
             if whole and outward is not None and flat.data_ptr() % _ALIGN == 0:
                 outward(buffer, "sum", name, flat)
                 return
@@ -189,30 +145,17 @@ class SymmetricMemory:
 
         return work
 
-    def _chunked(self, rows: list[Piece], buffer: Tensor, like: Tensor) -> Work:
-        """`sum_piece` for each chunk, alternating over two streams."""
+    def _chunked(self, numel: int, chunks: int, unit: int, like: Tensor, scale: float) -> Work:
+        rows, used = pieces(numel, chunks, self.world, unit)
+        buffer = self._take(used, like)
         handle = self._handle
-        whole = [buffer.numel()]
-        buffers = [buffer if p == self.rank else handle.get_buffer(p, whole, like.dtype, 0) for p in range(self.world)]
-        streams = self._side_streams(like.device)
-
-        def work(flat: Tensor) -> None:
-            here = torch.cuda.current_stream(flat.device)
-            for stream in streams:
-                stream.wait_stream(here)
-            for number, piece in enumerate(rows):
-                channel = number % _STREAMS
-                with torch.cuda.stream(streams[channel]):
-                    sum_piece(flat, piece, self.rank, buffers, partial(handle.barrier, channel))
-            for stream in streams:
-                here.wait_stream(stream)
-            handle.barrier(0)  # nobody writes to a buffer that a peer still reads
-
-        return work
+        others = [handle.get_buffer(p, [used], like.dtype, 0) if p != self.rank else buffer for p in range(self.world)]
+        barriers = [partial(handle.barrier, channel) for channel in range(_STREAMS)]
+        return Chunked(rows, self.rank, others, barriers, self._side_streams(like.device), scale)
 
     def _side_streams(self, device: torch.device) -> list[torch.cuda.Stream]:
         if not self._streams:
-            self._streams = [torch.cuda.Stream(device) for _ in range(_STREAMS)]
+            self._streams = [compat.urgent_stream(device) for _ in range(_STREAMS)]
         return self._streams
 
     def _take(self, numel: int, like: Tensor) -> Tensor:
@@ -243,10 +186,12 @@ class SymmetricMemory:
         return buffer, handle
 
 
-def _fill(buffer: Tensor, flat: Tensor) -> None:
+def _fill(buffer: Tensor, flat: Tensor, scale: float) -> None:
     numel = flat.numel()
-    if numel == buffer.numel():
-        buffer.copy_(flat)
-        return
-    buffer[:numel].copy_(flat)
-    buffer[numel:].zero_()
+    place = buffer[:numel]
+    if scale == 1.0:
+        place.copy_(flat)
+    else:
+        torch.mul(flat, scale, out=place)
+    if numel < buffer.numel():
+        buffer[numel:].zero_()

@@ -2,12 +2,13 @@
 
     python tests/benchmarks/schedules_bench.py [--ranks 2] [--quick] [--out FILE.json] [--limit 110]
 
-Every available plan is timed first; from those curves the planner chooses; choice and library are then timed again in
-turn, so that picking the fastest of noisy samples does not flatter the choice. On a GPU calls follow each other between
-two events, 3 ms of them or two, so that no figure holds the host's time to issue the first one. Also: a DDP step with
-the hook and its gradients against stock, CUDA graphs, and a peer that does not come. NVLink multicast stays off for
-both sides. Without GPUs it runs on gloo at small sizes, to test the script. The file is written after every section; a
-section that fails or hangs is named in it, and the sections after it are run by new processes.
+Every available plan is timed first, all plans of a size in turn; from those curves the planner chooses; choice and
+library are then timed again in turn, so that picking the fastest of noisy samples does not flatter the choice. On a GPU
+calls follow each other between two events, 3 ms of them or two, so that no figure holds the host's time to issue the
+first one. Also: a DDP step with the hook and its gradients against stock, CUDA graphs, what a call costs the host and
+launches, and a peer that does not come. NVLink multicast stays off for both sides. Without GPUs it runs on gloo at
+small sizes, to test the script. The file is written after every section; a section that fails or hangs is named in it,
+and the sections after it are run by new processes.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
@@ -38,6 +40,7 @@ import torch.distributed as dist
 from common import RESULTS, result
 from torch import Tensor, nn
 
+from costlab.kernels.schedule import measure
 from costlab.kernels.schedule.communicator import Communicator
 from costlab.kernels.schedule.errors import ScheduleError, ScheduleRefused
 from costlab.kernels.schedule.hooks import ddp_hook
@@ -50,7 +53,9 @@ GPU_SIZES = [256 << 10, MIB, 4 * MIB, 16 * MIB, 64 * MIB, 256 * MIB, 1024 * MIB]
 CPU_SIZES = [64 << 10, MIB, 4 * MIB]
 NAMED = {MIB: "allreduce_vs_nccl_1mb", 64 * MIB: "allreduce_vs_nccl_64mb"}
 NOMINAL = Link(3.4e-6, 370e9)  # only names the fabric: every choice is made from measured curves
-SAMPLE = 960 * MIB  # bytes reduced in one sample; 3 ms at the bandwidth of NVLink
+DDP_SIZES = [256 << 10, 4 * MIB, 64 * MIB]  # bytes; its buckets here are of 64 MiB
+DDP_PLANS = [Plan("backend"), Plan("one-shot"), Plan("two-shot"), *(Plan("two-shot", chunks=c) for c in (2, 4))]
+LAUNCHES = ("LaunchKernel", "Memcpy", "Memset", "GraphLaunch", "EventRecord", "StreamWaitEvent")  # of CUDA's interface
 STUCK = 5.0  # seconds before a missing peer counts as a time-out
 Rows = list[dict[str, Any]]
 
@@ -95,89 +100,111 @@ class Bench:
 
     def tensor(self, nbytes: int) -> Tensor:
         """Small integers: their sum is exact in every dtype, so results can be compared bit for bit."""
-        numel = nbytes // torch.empty(0, dtype=self.dtype).element_size()
+        numel = nbytes // self.dtype.itemsize
         generator = torch.Generator(device=self.device).manual_seed(self.rank)
         return torch.randint(-4, 5, (numel,), device=self.device, generator=generator).to(self.dtype)
 
+    def zeros(self, nbytes: int) -> Tensor:
+        """What may be summed any number of times."""
+        return torch.zeros(nbytes // self.dtype.itemsize, dtype=self.dtype, device=self.device)
+
     def check(self, plan: Plan, nbytes: int) -> None:
-        """The plan's result equals the library's, twice; raises if not, notes schedules that refuse."""
+        """The plan's result equals the library's, in four calls; raises if not, notes schedules that refuse."""
         source = self.tensor(nbytes)
         expected = source.clone()
         dist.all_reduce(expected)
-        for _ in range(2):  # a repeated call takes another way through the communicator
-            tensor = source.clone()
+        tensor = source.clone()
+        for call in range(4):  # repeated calls take another way through the communicator, the last two a recording
+            tensor.copy_(source)
             try:
                 self.comm.all_reduce(tensor, plan)
             except ScheduleRefused as error:
                 self.refused[plan.schedule] = str(error)
                 return
             if not torch.equal(tensor, expected):
-                raise AssertionError(f"{plan} gave a wrong sum at {size_text(nbytes)}")
+                raise AssertionError(f"{plan} gave a wrong sum at {size_text(nbytes)} in call {call}")
 
-    def seconds(self, call: Callable[[], object], nbytes: int) -> float:
-        """Median over samples of the slowest rank's time a call, several calls in a row on a GPU."""
-        inner = self.inner(nbytes)
-        rows = []
-        for _ in range(self.samples + 2):
-            self.meet()
-            rows.append(self.once(call, inner))
-        mine = torch.tensor(rows[2:], dtype=torch.float64, device=self.device)
-        dist.all_reduce(mine, dist.ReduceOp.MAX)
-        return statistics.median(mine.tolist())
+    def curves(self) -> tuple[dict[Plan, list[tuple[int, float]]], dict[int, float]]:
+        """Every plan checked and timed at every size; and the relative noise by size."""
+        rows: dict[Plan, list[tuple[int, float]]] = {}
+        noise: dict[int, float] = {}
+        for nbytes in self.sizes:
+            plans = self.plans(nbytes)
+            for plan in plans:
+                self.check(plan, nbytes)
+            plans = [p for p in plans if p.schedule not in self.refused]
+            tensor = self.zeros(nbytes)
+            calls = [functools.partial(self.comm.all_reduce, tensor, p) for p in plans]
+            samples = measure.in_turn(calls, self.samples, self.inner(nbytes), self.device)
+            for plan, taken in zip(plans, samples, strict=True):
+                rows.setdefault(plan, []).append((nbytes, statistics.median(taken)))
+            noise[nbytes] = measure.deciding_noise(plans, samples)
+        return rows, noise
 
     def inner(self, nbytes: int) -> int:
         """Calls in a row of one sample."""
-        return max(2, min(20, SAMPLE // nbytes)) if self.cuda else 1
+        return measure.calls_in_a_row(nbytes, self.device)
 
     def meet(self) -> None:
         """All ranks, with their devices idle."""
-        dist.barrier()
-        if self.cuda:
-            torch.cuda.synchronize()
+        measure.meet(None, self.device)
 
-    def once(self, call: Callable[[], object], inner: int) -> float:
-        if not self.cuda:
-            start = time.perf_counter()
-            for _ in range(inner):
-                call()
-            return (time.perf_counter() - start) / inner
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        for _ in range(inner):
-            call()
-        end.record()
-        end.synchronize()
-        return begin.elapsed_time(end) / 1e3 / inner
-
-    def curves(self) -> dict[Plan, list[tuple[int, float]]]:
-        """Every plan checked and timed at every size."""
-        rows: dict[Plan, list[tuple[int, float]]] = {}
-        for nbytes in self.sizes:
-            for plan in self.plans(nbytes):
-                self.check(plan, nbytes)
-                if plan.schedule in self.refused:
-                    continue
-                tensor = torch.zeros_like(self.tensor(nbytes))
-                took = self.seconds(lambda t=tensor, p=plan: self.comm.all_reduce(t, p), nbytes)
-                rows.setdefault(plan, []).append((nbytes, took))
-        return rows
-
-    def duel(self, ours: Callable[[], object], theirs: Callable[[], object], inner: int) -> tuple[float, float]:
-        """Two calls in turn, starting with the other one each time: median seconds of each, of the slowest rank."""
-        taken: list[list[float]] = [[], []]
-        for number in range(3 * self.samples + 2):
-            for which in (0, 1) if number % 2 else (1, 0):
-                self.meet()
-                taken[which].append(self.once((ours, theirs)[which], inner))
-        rows = torch.tensor([t[2:] for t in taken], dtype=torch.float64, device=self.device)
-        dist.all_reduce(rows, dist.ReduceOp.MAX)
-        return statistics.median(rows[0].tolist()), statistics.median(rows[1].tolist())
+    def contest(self, calls: Sequence[Callable[[], object]], inner: int) -> list[float]:
+        """Calls in turn, starting with another one each time: median seconds of each, of the slowest rank."""
+        rows = measure.in_turn(calls, 3 * self.samples, inner, self.device)
+        return [statistics.median(row) for row in rows]
 
     def versus(self, plan: Plan, nbytes: int) -> tuple[float, float]:
         """Seconds of the plan and of the library's call."""
-        tensor = torch.zeros_like(self.tensor(nbytes))
-        inner = self.inner(nbytes)
-        return self.duel(lambda: self.comm.all_reduce(tensor, plan), lambda: dist.all_reduce(tensor), inner)
+        tensor = self.zeros(nbytes)
+        ours, theirs = self.pair(tensor, plan)
+        taken = self.contest([ours, theirs], self.inner(nbytes))
+        return taken[0], taken[1]
+
+    def pair(self, tensor: Tensor, plan: Plan) -> tuple[Callable[[], object], Callable[[], object]]:
+        """The plan's call and the library's."""
+        return functools.partial(self.comm.all_reduce, tensor, plan), functools.partial(dist.all_reduce, tensor)
+
+    def host(self, call: Callable[[], object]) -> float:
+        """Median seconds that a call keeps the host, while its device is not waited for; of the slowest rank."""
+        taken = []
+        for _ in range(self.samples + 2):
+            self.meet()
+            started = time.perf_counter()
+            for _ in range(4):
+                call()
+            taken.append((time.perf_counter() - started) / 4)
+        mine = torch.tensor(statistics.median(taken[2:]), dtype=torch.float64, device=self.device)
+        dist.all_reduce(mine, dist.ReduceOp.MAX)
+        return mine.item()
+
+    def once_each(self, plan: Plan, nbytes: int) -> list[float]:
+        """Seconds of the plan's and the library's call with tensors that do not come again, so nothing is recorded."""
+        rows: list[list[float]] = [[], []]
+        for _ in range(self.samples):
+            for which in (0, 1):
+                tensors = [self.zeros(nbytes) for _ in range(4)]
+                calls = [self.pair(tensor, plan)[which] for tensor in tensors]
+                self.meet()
+                rows[which].append(measure.in_a_row(functools.partial(spend, calls), len(calls), self.device))
+        slowest = torch.tensor(rows, dtype=torch.float64, device=self.device)
+        dist.all_reduce(slowest, dist.ReduceOp.MAX)
+        return [statistics.median(row) for row in slowest.tolist()]
+
+    def launches(self, call: Callable[[], object]) -> dict[str, int]:
+        """What a call asks of CUDA, by name; empty on a CPU."""
+        kinds = [torch.profiler.ProfilerActivity.CPU]
+        kinds += [torch.profiler.ProfilerActivity.CUDA] if self.cuda else []
+        self.meet()
+        with torch.profiler.profile(activities=kinds) as profile:
+            call()
+            if self.cuda:
+                torch.cuda.synchronize()
+        found: Counter[str] = Counter()
+        for event in profile.key_averages():
+            if event.key.startswith(("cuda", "cu")) and any(word in event.key for word in LAUNCHES):
+                found[event.key] += event.count
+        return dict(found)
 
     def graphs(self, plan: Plan, nbytes: int) -> tuple[float, float]:
         """Replays of a captured all-reduce, the plan's and the library's; the plan's result is checked."""
@@ -196,7 +223,8 @@ class Bench:
             raise AssertionError(f"{plan} gave a wrong sum in a CUDA graph")
         mine.zero_()
         theirs.zero_()
-        return self.duel(replays[0].replay, replays[1].replay, self.inner(nbytes))
+        taken = self.contest([replays[0].replay, replays[1].replay], self.inner(nbytes))
+        return taken[0], taken[1]
 
     def captured(self, call: Callable[[], object]) -> torch.cuda.CUDAGraph:
         side = torch.cuda.Stream()
@@ -217,14 +245,23 @@ class Bench:
         layers = [m for _ in range(depth) for m in (nn.Linear(width, width), nn.GELU())]
         return nn.Sequential(*layers).to(self.device)
 
-    def ddp(self, planner: Planner) -> dict[str, float | bool]:
-        """A DDP step with stock all-reduce and with the planner's, and how far the gradients differ."""
+    def ddp(self) -> dict[str, Any]:
+        """A DDP step with stock all-reduce and with hooks, and how far the planned one's gradients differ.
+
+        `planned` chooses from curves in the gradients' dtype and beside compute, `alone` from those of `curves`, and
+        `library` never leaves the library: what the hook itself costs.
+        """
         from torch.nn.parallel import DistributedDataParallel
 
-        models = [DistributedDataParallel(self.model()) for _ in range(2)]
-        # one choice for each size, as a run makes it: choosing takes longer than a small all-reduce
-        models[1].register_comm_hook(None, ddp_hook(self.comm, functools.cache(lambda n: planner.choose(n).plan)))
-        width = next(models[0].parameters()).shape[1]
+        used: dict[int, str] = {}
+        planners = {"planned": self.planner_for_ddp(), "alone": self.planner}
+        hooks = {"planned": self.choosing(planners["planned"], used), "alone": self.choosing(planners["alone"], {})}
+        hooks["library"] = lambda _: Plan("backend")
+        models = {"stock": DistributedDataParallel(self.model())}
+        for name, plan_for in hooks.items():
+            models[name] = DistributedDataParallel(self.model())
+            models[name].register_comm_hook(None, ddp_hook(self.comm, plan_for))
+        width = next(models["stock"].parameters()).shape[1]
         generator = torch.Generator(device=self.device).manual_seed(50 + self.rank)
         data = torch.randn(512 if self.cuda else 16, width, device=self.device, generator=generator)
 
@@ -232,12 +269,34 @@ class Bench:
             model.zero_grad(set_to_none=True)
             model(data).square().mean().backward()
 
-        for model in models:
-            step(model)
-            step(model)
-        differ, same = self.gradients(models[1], models[0])
-        planned, stock = self.duel(lambda: step(models[1]), lambda: step(models[0]), 4 if self.cuda else 1)
-        return {"stock": stock, "planned": planned, "difference": differ, "same_bits": same}
+        for model in models.values():
+            for _ in range(4):  # DDP orders its buckets anew after the first step, recordings are made in the third
+                step(model)
+        differ, same = self.gradients(models["planned"], models["stock"])
+        calls = [functools.partial(step, model) for model in models.values()]
+        taken = self.contest(calls, 4 if self.cuda else 1)
+        return {**dict(zip(models, taken, strict=True)), "plans": used, "difference": differ, "same_bits": same}
+
+    def choosing(self, planner: Planner, used: dict[int, str]) -> Callable[[int], Plan]:
+        """One choice for each size, as a run makes it: choosing takes longer than a small all-reduce."""
+
+        @functools.cache
+        def choose(nbytes: int) -> Plan:
+            choice = planner.choose(nbytes)
+            used[nbytes] = choice.best.describe()
+            return choice.plan
+
+        return choose
+
+    def planner_for_ddp(self) -> Planner:
+        """Chooses from curves as a run with `--schedule auto` measures them; on a CPU from those that there are."""
+        if not self.cuda:
+            return self.planner
+        plans = [p for p in DDP_PLANS if p.schedule not in self.refused]
+        sizes, rounds = DDP_SIZES, self.samples
+        found = measure.curves(self.comm, plans, sizes, torch.float32, self.device, rounds, beside=True)
+        fabric = uniform(1, self.world, NOMINAL, NOMINAL)
+        return Planner(fabric, measured=found.curves, noise=found.noise, beside=found.beside)
 
     def gradients(self, ours: nn.Module, stock: nn.Module) -> tuple[float, bool]:
         """Largest difference in units of the reduction-order bound 2 (n+1) u max|g|, and equality over ranks."""
@@ -275,10 +334,16 @@ class Bench:
             return time.perf_counter() - start, f"{type(error).__name__}: {error}"
 
 
+def spend(calls: list[Callable[[], object]]) -> None:
+    """Make one call of several."""
+    calls.pop()()
+
+
 def curves(bench: Bench) -> Rows:
     """Times every plan; kept for the sections after, also those of new processes. Rows: none."""
-    found = bench.curves()
+    found, noise = bench.curves()
     document = read(bench.out)
+    document["noise"] = {str(nbytes): share for nbytes, share in noise.items()}
     document["curves"] = [{"plan": asdict(p), "points": curve} for p, curve in found.items()]
     document["environment"] = environment(bench)
     if bench.rank == 0:
@@ -293,7 +358,8 @@ def planner_of(bench: Bench, document: dict[str, Any]) -> Planner:
     for row in document["curves"]:
         plan = Plan(**{**row["plan"], "order": tuple(row["plan"]["order"])})
         measured[plan] = [(int(size), float(took)) for size, took in row["points"]]
-    return Planner(uniform(1, bench.world, NOMINAL, NOMINAL), measured=measured)
+    noise = {int(size): float(share) for size, share in document["noise"].items()}
+    return Planner(uniform(1, bench.world, NOMINAL, NOMINAL), measured=measured, noise=noise)
 
 
 def choices(bench: Bench) -> Rows:
@@ -305,13 +371,19 @@ def choices(bench: Bench) -> Rows:
         ours, theirs = bench.versus(choice.plan, nbytes)
         ratios.append(theirs / ours)
         shared = {"peer": bench.library, "peer_value": theirs * 1e6, "ratio": theirs / ours, "n": 3 * bench.samples}
-        more = {"plan": choice.best.describe(), "candidates_us": candidates(choice)}
+        more: dict[str, Any] = {"plan": choice.best.describe(), "candidates_us": candidates(choice)}
+        more["margin"] = round(bench.planner.margin(nbytes), 4)
         name = NAMED.get(nbytes, f"allreduce_{size_text(nbytes).replace(' ', '_')}")
         rows.append(result(name, ours * 1e6, "us", **shared, **more))
     worst = result(
         "allreduce_vs_nccl_worst", min(ratios), "x, worst size", n=len(ratios), peer=bench.library, ratio=min(ratios)
     )
     return [worst, *rows]
+
+
+def microseconds(taken: Sequence[float]) -> list[float]:
+    """The plan's time and the library's."""
+    return [round(seconds * 1e6, 2) for seconds in taken]
 
 
 def candidates(choice: Any) -> dict[str, float]:
@@ -324,9 +396,9 @@ def graphs(bench: Bench) -> Rows:
     if not bench.cuda:
         return []
     rows = []
-    for nbytes in (256 << 10, 4 * MIB, 64 * MIB):
+    for nbytes in (256 << 10, MIB, 4 * MIB, 64 * MIB):
         plan = bench.planner.choose(nbytes).plan
-        for chosen in dict.fromkeys([plan, Plan("ring")]):
+        for chosen in dict.fromkeys([plan] if nbytes == MIB else [plan, Plan("ring")]):
             bench.check(chosen, nbytes)  # groups and buffers must exist before a capture
             ours, theirs = bench.graphs(chosen, nbytes)
             name = f"allreduce_cuda_graph_{chosen.schedule}_{size_text(nbytes).replace(' ', '_')}"
@@ -337,14 +409,41 @@ def graphs(bench: Bench) -> Rows:
 
 def ddp(bench: Bench) -> Rows:
     """A DDP step and its gradients."""
-    got = bench.ddp(bench.planner)
-    ours, stock = got["planned"] * 1e3, got["stock"] * 1e3
-    shared = {"peer": "DDP's own all-reduce", "peer_value": stock, "ratio": stock / ours}
+    got = bench.ddp()
+    stock = got["stock"] * 1e3
+    rows = []
+    for metric, name in (("planned", "planned"), ("hook_alone_curves", "alone"), ("hook_library", "library")):
+        ours = got[name] * 1e3
+        shared = {"peer": "DDP's own all-reduce", "peer_value": stock, "ratio": stock / ours}
+        rows.append(result(f"ddp_step_{metric}", ours, "ms", n=3 * bench.samples, **shared))
+    rows[0]["plans"] = {size_text(nbytes): plan for nbytes, plan in sorted(got["plans"].items())}
     return [
-        result("ddp_step_planned", ours, "ms", n=3 * bench.samples, **shared),
+        *rows,
         result("ddp_gradient_difference", float(got["difference"]), "of the reduction-order bound", n=1),
         result("ddp_gradients_same_bits_on_all_ranks", float(got["same_bits"]), "1 = yes", n=1),
     ]
+
+
+def calls(bench: Bench) -> Rows:
+    """What the planner's choice and the library's call cost the host, alone on an idle device, and with new tensors.
+
+    After the other sections: a profiler stays attached to CUDA.
+    """
+    rows = []
+    for nbytes in bench.sizes:
+        plan = bench.planner.choose(nbytes).plan
+        ours, theirs = bench.pair(bench.zeros(nbytes), plan)
+        host = [bench.host(ours), bench.host(theirs)]
+        alone = bench.contest([ours, theirs], 1)
+        fresh = bench.once_each(plan, nbytes) if nbytes <= 256 * MIB else []
+        more: dict[str, Any] = {"plan": plan.schedule, "chunks": plan.chunks}
+        more |= {"alone_us": microseconds(alone), "new_tensors_us": microseconds(fresh)}
+        more |= {"launches": bench.launches(ours), "peer_launches": bench.launches(theirs)}
+        shared = {"peer": bench.library, "peer_value": host[1] * 1e6, "ratio": host[1] / host[0], "n": bench.samples}
+        rows.append(
+            result(f"allreduce_host_{size_text(nbytes).replace(' ', '_')}", host[0] * 1e6, "us", **shared, **more)
+        )
+    return rows
 
 
 def missing(bench: Bench) -> Rows:
@@ -359,6 +458,7 @@ SECTIONS: dict[str, Callable[[Bench], Rows]] = {
     "choices": choices,
     "ddp": ddp,
     "graphs": graphs,
+    "calls": calls,
     "missing": missing,  # leaves a collective without its peer, so nothing can follow it
 }
 
@@ -388,7 +488,7 @@ def read(path: Path) -> dict[str, Any]:
     if path.exists():
         loaded: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         return loaded
-    return {"environment": {}, "results": [], "sections": {}, "curves": []}
+    return {"environment": {}, "results": [], "sections": {}, "curves": [], "noise": {}}
 
 
 def write(path: Path, document: dict[str, Any]) -> None:

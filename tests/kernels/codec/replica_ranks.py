@@ -97,9 +97,12 @@ def lanes(root: Path) -> dict[str, Any]:
 
 
 def gone(root: Path) -> dict[str, Any]:
-    """The last rank ends without a word in the middle of a save."""
+    """The last rank ends without a word in the middle of a save.
+
+    Gloo tells most waits that the connection broke; one that begins meanwhile can miss it and ends by the time-out.
+    """
     rank = dist.get_rank()
-    replica = Replica.create(root / f"peer-{rank}")
+    replica = Replica.create(root / f"peer-{rank}", timeout=timedelta(seconds=15))
     taken = replica.begin("step-1", replica.source_name)
     replica.send(data_of(rank, 1, CHUNK), 0)
     if rank == dist.get_world_size() - 1:

@@ -73,6 +73,7 @@ def refusals(rank: int) -> dict[str, str]:
         "sparse": lambda: comm.all_reduce(torch.ones(4).to_sparse(), Plan("ring")),
         "int16": lambda: comm.all_reduce(torch.ones(4, dtype=torch.int16), Plan("backend")),
         "symmetric": lambda: comm.all_reduce(torch.ones(4), Plan("two-shot")),
+        "stream": lambda: comm.issue(torch.ones(4), Plan("ring")),
         "uneven": lambda: Communicator(worlds[4], ((0,), (1, 2, 3))).all_reduce(
             torch.ones(4), Plan("two-level", inside="backend")
         ),

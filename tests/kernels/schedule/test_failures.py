@@ -78,6 +78,7 @@ def test_what_does_not_fit_is_refused(ranks: RankPool) -> None:
         assert "dense tensor" in texts["sparse"]
         assert "int16" in texts["int16"]
         assert "needs CUDA tensors" in texts["symmetric"]
+        assert "cpu tensors are not issued on a stream" in texts["stream"]
         assert "segments of equal size" in texts["uneven"]
         assert "do not hold ranks" in texts["layout"]
         assert texts["afterwards"] == "[4.0, 4.0, 4.0, 4.0]"

@@ -6,7 +6,7 @@ import pytest
 
 from costlab.kernels.schedule.errors import FabricError
 from costlab.kernels.schedule.plan import OWN, Plan
-from costlab.kernels.schedule.planner import Planner, interpolate, resource_text, size_text, time_text
+from costlab.kernels.schedule.planner import MARGIN, Planner, interpolate, resource_text, size_text, time_text
 from costlab.kernels.schedule.seed_table import bound, seed_table, verdict
 from costlab.kernels.schedule.simulator import simulate
 from costlab.kernels.schedule.topology import Link, uniform
@@ -120,9 +120,41 @@ def test_words() -> None:
     assert resource_text(None) == "no link"
 
 
-@pytest.mark.parametrize(("ours", "chosen"), [(0.98e-4, "backend"), (0.9e-4, "two-shot"), (1.2e-4, "backend")])
-def test_a_measured_gain_within_the_noise_leaves_the_library_in_place(ours: float, chosen: str) -> None:
+@pytest.mark.parametrize(
+    ("ours", "noise", "chosen"),
+    [
+        (0.98e-4, 0.0, "backend"),
+        (0.96e-4, 0.0, "backend"),
+        (0.94e-4, 0.0, "two-shot"),
+        (0.94e-4, 0.02, "backend"),
+        (0.9e-4, 0.02, "two-shot"),
+        (1.2e-4, 0.0, "backend"),
+    ],
+)
+def test_a_measured_gain_within_margin_and_noise_leaves_the_library(ours: float, noise: float, chosen: str) -> None:
     curves = {Plan("backend"): [(MIB, 1e-4)], Plan("two-shot"): [(MIB, ours)]}
-    choice = Planner(uniform(1, 2, NVLINK, NDR), measured=curves).choose(MIB)
+    choice = Planner(uniform(1, 2, NVLINK, NDR), measured=curves, noise={MIB: noise}).choose(MIB)
     assert choice.plan.schedule == choice.best.plan.schedule == choice.candidates[0].plan.schedule == chosen
     assert {c.plan.schedule for c in choice.candidates} == {"backend", "two-shot"}
+
+
+def test_between_two_sizes_the_larger_noise_counts() -> None:
+    planner = Planner(uniform(1, 2, NVLINK, NDR), noise={MIB: 0.03, 4 * MIB: 0.01, 16 * MIB: 0.02})
+    sizes = (1024, MIB, 2 * MIB, 4 * MIB, 8 * MIB, 16 * MIB, 64 * MIB)
+    assert [round(planner.margin(n) - MARGIN, 6) for n in sizes] == [0.03, 0.03, 0.03, 0.01, 0.02, 0.02, 0.02]
+    assert Planner(uniform(1, 2, NVLINK, NDR)).margin(MIB) == MARGIN
+
+
+def test_a_plan_that_holds_up_compute_longer_than_the_library_is_no_candidate() -> None:
+    fast, library = Plan("two-shot", chunks=2), Plan("backend")
+    curves = {library: [(MIB, 1e-4)], Plan("two-shot"): [(MIB, 0.9e-4)], fast: [(MIB, 0.8e-4)]}
+    beside = {library: [(MIB, 2e-4)], Plan("two-shot"): [(MIB, 1.9e-4)], fast: [(MIB, 2.1e-4)]}
+    fabric = uniform(1, 2, NVLINK, NDR)
+    assert Planner(fabric, measured=curves).choose(MIB).plan == fast
+    assert Planner(fabric, measured=curves, beside=beside).choose(MIB).plan == Plan("two-shot")
+    assert Planner(fabric, measured=curves, beside={fast: beside[fast]}).choose(MIB).plan == fast  # nothing to compare
+
+
+def test_chunks_are_named() -> None:
+    curves = {Plan("backend"): [(MIB, 1e-4)], Plan("two-shot", chunks=2): [(MIB, 0.5e-4)]}
+    assert Planner(uniform(1, 2, NVLINK, NDR), measured=curves).choose(MIB).best.describe() == "two-shot in 2 chunks"
