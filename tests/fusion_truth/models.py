@@ -156,26 +156,6 @@ class SplitCat(Block):
         return torch.cat((torch.sigmoid(a), torch.sin(b)), -1)
 
 
-class CatCopy(Block):
-    """Joins what two library calls gave by copying it: they cannot write into a part of a tensor."""
-
-    def middle(self, h: Tensor) -> Tensor:
-        return torch.cat([attend(part) for part in h.chunk(2, -1)], -1)  # cat
-
-
-class OneCall(Block):
-    """`CatCopy` mended: one call of full width."""
-
-    def middle(self, h: Tensor) -> Tensor:
-        return attend(h)
-
-
-def attend(h: Tensor) -> Tensor:
-    """Self-attention of one head, [batch, tokens, width]."""
-    one = h.unsqueeze(1)
-    return F.scaled_dot_product_attention(one, one, one).squeeze(1)
-
-
 class TwoSoftmax(Block):
     """Reduces over one axis, then over the other: no loop can do both."""
 
@@ -294,6 +274,23 @@ class ConvNet(nn.Module):
         for block in self.blocks:
             x = block(x)
         return self.head(x.mean((2, 3)))
+
+
+class Skip(nn.Module):
+    """A U-Net's joint: what two convolutions gave is copied together, or one of both widths gives it."""
+
+    def __init__(self, *, joined: bool, width: int = 16) -> None:
+        super().__init__()
+        self.joined = joined
+        self.first = nn.Conv2d(3, width, 3, padding=1)
+        self.left, self.right = (nn.Conv2d(width, width, 3, padding=1, bias=False) for _ in range(2))
+        self.both = nn.Conv2d(width, 2 * width, 3, padding=1, bias=False)
+        self.last = nn.Conv2d(2 * width, 3, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = F.silu(self.first(x))
+        joint = torch.cat((self.left(h), self.right(h)), 1) if self.joined else self.both(h)  # cat
+        return self.last(joint)
 
 
 class Bags(nn.Module):

@@ -121,16 +121,6 @@ def test_dropout_with_library_random_numbers() -> None:
     assert not mended.patterns("library_rng")
 
 
-def test_joining_what_two_library_calls_gave_copies_it() -> None:
-    s, mended = seen(m.CatCopy), seen(m.OneCall)
-    assert verdict(s) == "partial"
-    assert s.layer("blocks.0").main_cause == "layout_copy"
-    (pattern,) = s.patterns("hidden_copy")
-    assert (pattern.layer, pattern.source) == ("blocks.0", line_of(m.CatCopy, "cat"))
-    assert_neighbour_is_whole(s)
-    assert_falls_and_recovers(s, mended)
-
-
 def test_split_and_cat_of_elementwise_work_fuses_forward() -> None:
     s = seen(m.SplitCat)
     assert verdict(s) == "complete"

@@ -38,6 +38,23 @@ def test_conv_norm_relu_needs_one_layout() -> None:
     assert mended.causes("blocks.1")["reduction_shape"] > 0
 
 
+def test_joining_what_two_convolutions_gave_copies_it() -> None:
+    """A library's convolution cannot write into a part of a tensor, as its matrix products can on a GPU."""
+    forced = {"force_layout_optimization": True}
+    images = torch.randn(4, 3, 16, 16, generator=torch.Generator().manual_seed(0))
+    images = images.contiguous(memory_format=torch.channels_last)
+    s, mended = (
+        observe(m.Skip(joined=joined).to(memory_format=torch.channels_last), images, options=forced)
+        for joined in (True, False)
+    )
+    assert s.layer("").fusion_status == "broken"
+    assert s.layer("").main_cause == "layout_copy"
+    assert line_of(m.Skip, "cat") in {p.source for p in s.patterns("hidden_copy") if p.phase == "forward"}
+    assert mended.layer("").fusion_status == "complete"
+    assert not mended.patterns("hidden_copy")
+    assert s.rate("") < mended.rate("") - 0.02
+
+
 def test_an_embedding_bag_is_a_library_call() -> None:
     # Run for C++: an idle kernel would hand the library offsets that it rejects.
     s = observe(m.Bags(library=True), ids(32, 8), cpp=not torch.cuda.is_available())
