@@ -76,6 +76,7 @@ class Structure:
         self.klass = self.own.klass
         self.between = Between(self.nodes, self.klass)
         self._members = self._kernel_members()
+        self.parts_of_copies: dict[int, FxNode] = {}  # kernels that write a part of a copy that another one owns
         self.kinds = self._kinds()
         self.outputs = {self.own.base(o) for o in facts.outputs}
         self.results = {self.own.base(o) for o in facts.user_outputs}
@@ -163,7 +164,8 @@ class Structure:
         """Kernel kinds with copies told from other pointwise kernels.
 
         A kernel that only clones, or that owns no operator and inherited only library calls and views, moves data into
-        another layout. One that owns nothing but inherited loops is the second pass of a split reduction.
+        another layout. So does one that inherited a copy and owns nothing: a concatenation is written part by part. One
+        that owns nothing but inherited loops is the second pass of a split reduction.
         """
         inherited: dict[int, set[str]] = defaultdict(set)
         reading = set()
@@ -179,9 +181,18 @@ class Structure:
             members = self.members(kernel.index)
             other = [self.klass.get(o, "view") for o in inherited[kernel.index]]
             idle = not members and all(k in (*BARRIERS, "view", "generator", "input") for k in other)
+            copied = None if members or idle else self._copied_along(inherited[kernel.index])
+            if copied is not None:
+                self.parts_of_copies[kernel.index] = copied
+                idle = True
             if idle or (members and all(n.packet in COPIES for n in members)):
                 kinds[kernel.index] = "layout_copy"
         return kinds
+
+    def _copied_along(self, origins: set[str]) -> FxNode | None:
+        """The copy in a kernel whose operators are all copies but those that take no part in its loop; else None."""
+        taking = [self.nodes[o] for o in sorted(origins) if self.klass.get(o) in PARTICIPANTS]
+        return taking[0] if taking and all(node.packet in COPIES for node in taking) else None
 
     def _consumption(self) -> tuple[dict[str, list[tuple[FxNode, str]]], set[str]]:
         """(tensor -> its fusible consumers and the view each reads, tensors that must be stored whatever is fused)."""
@@ -217,8 +228,8 @@ class Structure:
         return loaded, holders, exact
 
     def _leading_nodes(self) -> dict[int, FxNode]:
-        """The first fusible node of every kernel."""
-        leading: dict[int, FxNode] = {}
+        """The first fusible node of every kernel, also of one that writes a part of what another one owns."""
+        leading: dict[int, FxNode] = dict(self.parts_of_copies)
         for node in self.nodes.values():
             kernel = self.own.kernel(node.name) if self.is_own(node) else None
             if kernel is not None:

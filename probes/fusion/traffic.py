@@ -38,7 +38,8 @@ class TrafficModel:
             if self.structure.is_tensor(node):
                 self._charge(node)
         for index, kind in self.kinds.items():
-            if kind == "layout_copy" and not self.structure.members(index):
+            whose = self.structure.members(index) or index in self.structure.parts_of_copies
+            if kind == "layout_copy" and not whose:
                 self._charge_inserted_copy(index)
         return self
 
