@@ -56,7 +56,7 @@ def pwrite_all(fd: int, data: NDArray[np.uint8], offset: int) -> None:
 class AtomicFile:
     """A file that appears under its name whole and durable, or not at all. Raises `OSError`.
 
-    `direct` asks for O_DIRECT (page-aligned memory, offsets and sizes); `self.direct` says whether the
+    `direct` asks for O_DIRECT, for writes of page-aligned memory, offset and size; `self.direct` says whether the
     filesystem gave it.
     """
 
@@ -77,18 +77,28 @@ class AtomicFile:
                 self.direct = False
         self.fd = os.open(self.partial, flags, 0o644)
 
-    def allocate(self, size: int) -> None:
-        """Reserve `size` bytes now, so that a full disk shows before the data is written; no-op where unsupported."""
-        if size:
+    def allocate(self, size: int, start: int = 0) -> None:
+        """Reserve bytes `start` to `size` now, so that a full disk shows before the data; no-op where unsupported.
+
+        Nothing may be written to them meanwhile.
+        """
+        if size > start:
             try:
-                os.posix_fallocate(self.fd, 0, size)
+                os.posix_fallocate(self.fd, start, size - start)
             except OSError as error:
                 if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
                     raise
 
     def write(self, data: NDArray[np.uint8], offset: int) -> None:
-        """Write at an offset; callable from several threads."""
-        pwrite_all(self.fd, data, offset)
+        """Write at an offset; callable from several threads. What O_DIRECT can't take goes through the page cache."""
+        if not self.direct or not (offset % PAGE or data.size % PAGE or data.ctypes.data % PAGE):
+            pwrite_all(self.fd, data, offset)
+            return
+        fd = os.open(self.partial, os.O_WRONLY | os.O_CLOEXEC)
+        try:
+            pwrite_all(fd, data, offset)
+        finally:
+            os.close(fd)
 
     def sync(self) -> None:
         """Make the data written so far durable."""

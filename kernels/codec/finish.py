@@ -250,14 +250,15 @@ class SaveJob:
             if isinstance(error, OSError):
                 raise CheckpointError(f"saving {self.site.directory}: {error.strerror or error}") from error
             raise
-        self._finish_replica(receiving, file.size)
         start = time.perf_counter()
         try:
             commit(self.site, file)
+            self.timeline.add("commit", start)
         except OSError as error:
             report_failure(self.site, error)
             raise CheckpointError(f"committing {self.site.directory}: {error.strerror or error}") from error
-        self.timeline.add("commit", start)
+        finally:
+            self._finish_replica(receiving, file.size)  # the peer's disk may be slower than the commit
         return file
 
     def _give_up(self, error: BaseException) -> None:

@@ -68,7 +68,8 @@ class SaveReport:
     """A committed save. Bytes are this rank's; seconds count from the call of `save`.
 
     `launch_s` the call kept the thread, of which `launch_parts` says for what; `staged_s` until the state might change
-    again; `device_s` the side stream's work until then (None on the CPU); `durable_s` until committed.
+    again; `device_s` the side stream's work until then (None on the CPU); `durable_s` until committed, which the copy
+    on a peer may follow.
     `snapshot_bytes` of device memory held the copy. `timeline` has (stage, start, end) of every piece of work.
     """
 
@@ -470,7 +471,8 @@ def _report(job: SaveJob, file: RankFile, stager: Stager) -> SaveReport:
     return SaveReport(
         site.step, site.directory, site.preset, job.plan.source_bytes, file.size,
         launch_s=line.seconds("launch"), staged_s=max(staged, default=0.0), device_s=stager.staged_seconds(),
-        durable_s=max(span[2] for span in spans), direct=job.direct, update_error=site.update_error,
+        durable_s=max(span[2] for span in spans if span[0] != "replica"), direct=job.direct,
+        update_error=site.update_error,
         replica=job.replica_path, replica_error=job.replica_error, timeline=spans, launch_parts=job.launch_parts,
         snapshot_bytes=0 if stager.done is None else stager.snapshot_bytes,
     )  # fmt: skip

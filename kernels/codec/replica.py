@@ -20,7 +20,10 @@ two threads of a rank must not use one NCCL communicator, which would also run a
 the lower half of the ranks sends over the first and receives over the second. A kernel of NCCL that waits for its peer
 keeps multiprocessors from training, so it is launched only when both sides have said over gloo that they are ready. A
 process that dies between that and the end of the piece, about a millisecond, ends its peer too, as it would in
-training's own NCCL calls. Memory: three pieces of the host's, with NCCL also two of the device's.
+training's own NCCL calls. Memory: four pieces of the host's, with NCCL also two of the device's.
+
+What arrives is written with O_DIRECT, three requests at a time, where the filesystem has it: page cache would take
+memory that training's hosts may not have, and its writeback comes all at once with the last sync.
 """
 
 from __future__ import annotations
@@ -42,6 +45,7 @@ import torch.distributed as dist
 from costlab.kernels.codec.errors import CheckpointError
 from costlab.kernels.codec.files import AtomicFile, sync_directory
 from costlab.kernels.codec.manifest import rank_name
+from costlab.kernels.codec.slabs import SlabPool
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -50,7 +54,9 @@ if TYPE_CHECKING:
     Bytes = NDArray[np.uint8]
 
 PIECE = 16 << 20  # what a writer hands over at once: the default slab
-BUFFERS = 3  # one is filled while others are written
+WRITERS = 3  # requests in flight
+BUFFERS = WRITERS + 1  # one is filled while the others are written
+AHEAD = 1 << 30  # most that is allocated before it arrives
 TIMEOUT = timedelta(minutes=10)
 CLOSE_TIMEOUT = timedelta(seconds=30)
 NCCL_BLOCKS = 4  # most multiprocessors that a transfer takes from training
@@ -85,7 +91,8 @@ class Replica:
         device = torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
         first, second = (_Lane(lane, group, self._peer, device) for lane in lanes or (group, group))
         self._out, self._in = (first, second) if self.rank < self._peer else (second, first)
-        self._buffers = [torch.empty(PIECE, dtype=torch.uint8, pin_memory=nccl) for _ in range(BUFFERS)]
+        pool = SlabPool(PIECE, BUFFERS * PIECE, pinned=nccl)
+        self._buffers = [pool.acquire().tensor for _ in range(BUFFERS)]
         self._lock = threading.Lock()
         self._receiver = ThreadPoolExecutor(1, thread_name_prefix="checkpoint-replica")
         self._taken: Future[Path | None] | None = None
@@ -205,7 +212,7 @@ class Replica:
         problem: OSError | None = None
         try:
             directory.mkdir(parents=True, exist_ok=True)
-            file = AtomicFile(directory / name)
+            file = AtomicFile(directory / name, direct=True)
         except OSError as error:
             problem = error
         try:
@@ -232,7 +239,8 @@ class Replica:
         head = torch.zeros(2, dtype=torch.int64)
         problem: BaseException | None = None
         writes: deque[Future[None]] = deque()
-        with ThreadPoolExecutor(1, thread_name_prefix="checkpoint-replica-write") as writer:
+        allocated = 0
+        with ThreadPoolExecutor(WRITERS, thread_name_prefix="checkpoint-replica-write") as writer:
             for number in itertools.count():
                 if len(writes) == BUFFERS:
                     earlier = writes.popleft().exception()
@@ -243,6 +251,7 @@ class Replica:
                     break
                 piece = self._buffers[number % BUFFERS][:size]
                 self._in.receive(piece)
+                allocated = _allocate(file, allocated, kind + size)
                 writes.append(writer.submit(_write, file, piece, kind))
         for failure in (problem, *(write.exception() for write in writes)):
             if failure is not None:
@@ -261,6 +270,8 @@ class _Lane:
         self._group, self._words, self._peer = group, words, peer
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._buffer: torch.Tensor | None = None
+        # A blocking event sleeps; Stream.synchronize would spin on a core that training's threads could use.
+        self._done = None if self._stream is None else torch.cuda.Event(blocking=True)
         if self._stream is not None:
             with self._on_stream():
                 self._buffer = torch.empty(PIECE, dtype=torch.uint8, device=device)
@@ -268,12 +279,13 @@ class _Lane:
     @contextlib.contextmanager
     def _on_stream(self) -> Iterator[None]:
         """What the block enqueues runs on the lane's stream and is done when the block ends."""
-        if self._stream is None:
+        if self._stream is None or self._done is None:
             yield
             return
         with torch.cuda.device(self._stream.device), torch.cuda.stream(self._stream):
             yield
-        self._stream.synchronize()
+            self._done.record(self._stream)
+        self._done.synchronize()
 
     def stage(self, data: Bytes) -> torch.Tensor:
         """The bytes where `send` takes them from, until the next call."""
@@ -299,6 +311,19 @@ class _Lane:
             dist.recv(landed, group=self._group, group_src=self._peer, tag=_BYTES)
             if landed is not target:
                 target.copy_(landed, non_blocking=True)
+
+
+def _allocate(file: AtomicFile | None, allocated: int, end: int) -> int:
+    """How far the file is allocated, after making that reach `end`: direct writes that extend a file exclude others.
+
+    What is too much is cut off at the end. A disk without the room shows when the bytes are written.
+    """
+    if file is None or not file.direct or end <= allocated:
+        return allocated
+    target = max(end, 4 * PIECE, min(2 * allocated, allocated + AHEAD))
+    with contextlib.suppress(OSError):
+        file.allocate(target, allocated)
+    return target
 
 
 def _write(file: AtomicFile | None, piece: torch.Tensor, offset: int) -> None:

@@ -322,16 +322,14 @@ def _load_parts(bench: Bench, checkpoint: Checkpoint, state: dict[str, torch.Ten
         device_load.Job(checkpoint.files[0], entry, state[name].view(-1).view(torch.uint8))
         for name, entry in checkpoint.files[0].entries.items() if name in state and entry.length
     ]  # fmt: skip
-    standard = device_load.PIECE
-    for threads, piece, verify in ((16, 12, True), (16, 12, False), (8, 12, True), (24, 12, True), (16, 6, True)):
-        device_load.PIECE = piece << 20
-        loader = device_load.DeviceLoader(bench.device, threads, verify)
+    jobs.sort(key=lambda job: job.entry.offset)
+    for threads, piece, verify in ((16, 16, True), (16, 16, False), (8, 16, True), (24, 16, True), (16, 8, True)):
+        loader = device_load.DeviceLoader(bench.device, threads, verify, piece << 20)
         try:
             loader.load(jobs)
             taken = [_timed(partial(loader.load, jobs)) for _ in range(3)]
         finally:
             loader.close()
-            device_load.PIECE = standard
         checked = "checked" if verify else "not checked"
         bench.add(f"readers {threads} x {piece} MiB, {checked}", total / statistics.median(taken) / GB, "GB/s", n=3)
     for threads in (1, 8, 16):
@@ -339,10 +337,10 @@ def _load_parts(bench: Bench, checkpoint: Checkpoint, state: dict[str, torch.Ten
 
 
 def _read_speed(jobs: list[device_load.Job], threads: int) -> float:
-    """Bytes a second that reads of 12 MiB bring from the page cache into pinned buffers, and nothing else."""
+    """Bytes a second that reads of a piece each bring from the page cache into pinned buffers, and nothing else."""
     from concurrent.futures import ThreadPoolExecutor
 
-    file, size = jobs[0].container, 12 << 20
+    file, size = jobs[0].container, device_load.PIECE
     buffers = [torch.empty(size, dtype=torch.uint8, pin_memory=True).numpy() for _ in range(threads)]
     end = max(job.entry.offset + job.entry.length for job in jobs)
     starts = range(0, min(end, 4 << 30) - size, size)

@@ -6,6 +6,7 @@ Each scenario writes what its rank saw to `<root>/seen-<rank>.json`.
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import os
 import sys
@@ -20,7 +21,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from costlab.kernels.codec import AsyncCheckpointer, Checkpoint, CheckpointError, Replica
+from costlab.kernels.codec import AsyncCheckpointer, Checkpoint, CheckpointError, Replica, files
 from costlab.kernels.codec.files import AtomicFile
 from costlab.kernels.codec.replica import PIECE
 
@@ -61,7 +62,9 @@ def everything(root: Path) -> dict[str, Any]:
     replica = Replica.create(root / f"peer-{rank}", timeout=timedelta(seconds=60))
     last = rank == world - 1
     seen["label"] = replica.label
-    seen["whole"] = arrived(replica, 1, exchange(replica, 1))
+    with Requests() as requests:
+        seen["whole"] = arrived(replica, 1, exchange(replica, 1))
+    seen |= {"writes": requests.count, "direct": requests.direct}
     seen["given up"] = arrived(replica, 2, exchange(replica, 2, None if last else SIZE))
     if last:
         replica.decline("step-3", replica.source_name)
@@ -147,6 +150,24 @@ def on_gpus(root: Path) -> dict[str, Any]:
     replica.close()
     seen["failed"] = replica.failed
     return seen
+
+
+class Requests:
+    """Notes the writes of `AtomicFile`s and how many went to a descriptor with O_DIRECT."""
+
+    def __enter__(self) -> Requests:
+        self.real, self.count, self.direct, self.lock = files.pwrite_all, 0, 0, threading.Lock()
+        files.pwrite_all = self.write
+        return self
+
+    def write(self, fd: int, data: Any, offset: int) -> None:
+        with self.lock:
+            self.count += 1
+            self.direct += bool(fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT)
+        self.real(fd, data, offset)
+
+    def __exit__(self, *_: object) -> None:
+        files.pwrite_all = self.real
 
 
 class FullDisk:

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from costlab.kernels.codec import CheckpointError, Replica
+from costlab.kernels.codec.files import AtomicFile
 from costlab.kernels.codec.manifest import rank_name
 from costlab.kernels.codec.replica import PIECE, _Lane
 
@@ -71,6 +72,16 @@ def test_a_rank_that_cannot_write_takes_everything_and_its_peer_sees_no_failure(
     steps = {0: [1, 2, 3, 4, 5, 6], 1: [1, 4, 5, 6], 2: [1, 2, 3, 4, 5, 6], 3: [1, 2, 3, 6]}
     for rank, seen in enumerate(four):
         assert seen["left"] == [f"step-{step}/{rank_name((rank + 2) % 4)}" for step in steps[rank]]
+
+
+def test_pages_that_arrive_are_written_past_the_page_cache_and_only_the_rest_through_it(
+    four: list[Any], tmp_path: Path
+) -> None:
+    probe = AtomicFile(tmp_path / "probe", direct=True)
+    probe.abort()
+    # Two chunks of a piece and a page, which are two requests each; the third ends within a page.
+    requests = {"writes": 5, "direct": 4 if probe.direct else 0}
+    assert [{key: seen[key] for key in requests} for seen in four] == [requests] * 4
 
 
 def test_groups_that_create_made_end_with_the_replica(four: list[dict[str, Any]]) -> None:
@@ -127,15 +138,16 @@ def test_a_gpus_bytes_move_on_the_lanes_stream_and_are_there_before_anyone_is_to
     monkeypatch.setattr(dist, "send", moves("send"))
     monkeypatch.setattr(dist, "recv", moves("recv"))
     lane = _Lane("nccl", "gloo", 1, torch.device("cpu"))  # type: ignore[arg-type]
-    lane._stream, lane._buffer = _Stream(seen), torch.zeros(PIECE, dtype=torch.uint8)  # type: ignore[assignment]
+    lane._stream, lane._done = _Stream(), _Event(seen)  # type: ignore[assignment]
+    lane._buffer = torch.zeros(PIECE, dtype=torch.uint8)
     data, target = np.arange(100, dtype=np.uint8), torch.zeros(100, dtype=torch.uint8)
     piece = lane.stage(data)
-    assert torch.equal(piece, torch.from_numpy(data)) and seen == ["on stream", "off", "waited"]
+    assert torch.equal(piece, torch.from_numpy(data)) and seen == ["on stream", "recorded on stream", "off", "waited"]
     lane.send(piece)
     lane.receive(target)
-    assert seen[3:] == [
-        "recv 1 over gloo", "on stream", "send 100 over nccl", "off", "waited",
-        "send 1 over gloo", "on stream", "recv 100 over nccl", "off", "waited",
+    assert seen[4:] == [
+        "recv 1 over gloo", "on stream", "send 100 over nccl", "recorded on stream", "off", "waited",
+        "send 1 over gloo", "on stream", "recv 100 over nccl", "recorded on stream", "off", "waited",
     ]  # fmt: skip
     assert torch.equal(target, torch.from_numpy(data))
 
@@ -143,14 +155,19 @@ def test_a_gpus_bytes_move_on_the_lanes_stream_and_are_there_before_anyone_is_to
 class _Stream:
     device = "cuda:0"
 
+    def __str__(self) -> str:
+        return "stream"
+
+
+class _Event:
     def __init__(self, seen: list[str]) -> None:
         self.seen = seen
 
+    def record(self, stream: object) -> None:
+        self.seen.append(f"recorded on {stream}")
+
     def synchronize(self) -> None:
         self.seen.append("waited")
-
-    def __str__(self) -> str:
-        return "stream"
 
 
 @pytest.mark.gpu
