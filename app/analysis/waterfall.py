@@ -86,7 +86,7 @@ def fit(profiled: dict[str, float], step_ms: float, waiting: float = 0.0) -> Fit
             "step: these parts are scaled down to it, idle time and waiting cannot be told"
         )
         return Fit({n: v * step_ms / working for n, v in busy.items()} | dict.fromkeys(idle, 0.0), 0.0, method)
-    if quiet <= 0:
+    if quiet <= 1e-9 * left:  # by less than this, no proportion can be told
         method = "busy parts as in the profiled steps; the rest of the unprofiled step has no recorded cause"
         return Fit(busy | idle | {"idle: other": left}, 0.0, method)
     scale = left / quiet

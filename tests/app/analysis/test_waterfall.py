@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from costlab.app.analysis.views import CheckpointView, CollectivesView, Figure, StepsView, WaterfallView
@@ -116,6 +116,7 @@ def test_without_steps_or_parts_there_is_no_waterfall() -> None:
     st.floats(0.01, 1e4),
     st.floats(0, 1),
 )
+@example({"matrix math": 0.0, "idle: launch": 2.2250738585072014e-308}, 4.0, 0.0)
 def test_parts_sum_to_the_step_exactly_and_none_is_negative(
     profiled: dict[str, float], step_ms: float, waiting: float
 ) -> None:

@@ -52,6 +52,7 @@ def without_device(monkeypatch: pytest.MonkeyPatch, allocator: Allocator) -> Non
     monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
     monkeypatch.setattr(torch.cuda, "Stream", FakeStream)
     monkeypatch.setattr(torch.cuda, "stream", lambda _stream: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "device", lambda _device: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _device=None: FakeStream())
     monkeypatch.setattr(stage, "cuda_device", lambda _items: torch.device("cpu"))
     monkeypatch.setattr(stage, "device_budget", lambda _device: 1 << 40)
