@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -78,6 +79,11 @@ def all_reduce_call(group: ProcessGroup, op: str = "sum") -> Callable[[Tensor], 
 def profiling() -> bool:
     """Whether a profiler records, so that annotations are worth their time; True where torch does not tell."""
     return bool(getattr(_profiler, "_is_profiler_enabled", True))
+
+
+def one_queue() -> bool:
+    """Whether this process gives its GPU work through one hardware queue, as trainings that order kernels so ask for."""
+    return os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1"
 
 
 def urgent_stream(device: torch.device) -> torch.cuda.Stream:

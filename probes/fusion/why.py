@@ -20,7 +20,7 @@ _ARITHMETIC: dict[type[ast.operator], Callable[[float, float], float]] = {
     ast.FloorDiv: operator.floordiv,
     ast.Div: operator.truediv,
 }
-_LARGE = 1024.0  # any length of an unknown dimension that is large beside the parts of a split
+_LARGE = 1021.0  # for an unknown dimension: large beside the parts of a split, and not divided by their number
 _FILLED_UP = 0.1
 
 
@@ -39,7 +39,7 @@ def _rounded_up(text: str) -> bool:
     """Whether two loops differ in length only because one, a split reduction, is filled up to whole parts."""
     found = re.search(r"different numel: (.+) v\.s\. (.+)", text)
     lengths = [_length(side) for side in found.groups()] if found else []
-    return len(lengths) == 2 and 0 < min(lengths) < max(lengths) <= (1 + _FILLED_UP) * min(lengths)
+    return len(lengths) == 2 and 0 < max(lengths) <= (1 + _FILLED_UP) * min(lengths)
 
 
 def _length(text: str) -> float:

@@ -70,9 +70,22 @@ def test_chunks_run_between_the_callers_work_on_streams_of_their_own(log: Log) -
     assert log == [*BEGIN, *both, *both, "on a", "on b", *("on a", "barrier a") * 2, "on a", *END]
 
 
-def test_a_graphs_barriers_follow_each_other(log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("queues", ["", "8"])
+def test_a_graphs_branches_depend_on_nothing_but_their_chunks(
+    log: Log, monkeypatch: pytest.MonkeyPatch, queues: str
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", queues)
+    three_chunks(log, lambda name: log.append(f"barrier {name}"))(torch.ones(256))
+    assert not {"a waits for b", "b waits for a"} & set(log)
+
+
+def test_a_graphs_barriers_follow_each_other_where_there_is_one_queue(
+    log: Log, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In the order in which they are issued outside a graph, whatever branches the GPU runs one after the other."""
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     three_chunks(log, lambda name: log.append(f"barrier {name}"))(torch.ones(256))
     after_a, after_b = ["a waits for b", "barrier a"], ["b waits for a", "barrier b"]
     first, again = ["barrier a", *after_b, *after_a, *after_b], [*after_a, "a waits for a", "barrier a"]

@@ -75,6 +75,7 @@ def test_nothing_is_excused_unless_it_is_structural() -> None:
     [
         # The rows of a column sum, filled up to three parts: the loop's order decides, and a reduction stands there.
         ("different numel: 4096*s77 v.s. 384*(((32*s77 + 2)//3))", "reduction_shape"),
+        ("different numel: 128*s27*s77 v.s. 256*(((s27*s77 + 1)//2))", "reduction_shape"),
         ("different numel: 32896 v.s. 384*86", "reduction_shape"),
         # Twice as many elements are another loop, which the user may change.
         ("different numel: 4096*s77 v.s. 8192*s77", "iteration_shape"),
