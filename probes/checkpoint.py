@@ -77,6 +77,7 @@ def measure(
     configurations: Sequence[Saver] | None = None,
     repeatable: Repeatable | None = None,
     copy_gbps: float | None = None,
+    with_ceilings: bool = True,
 ) -> Measured:
     """Measure every configuration that fits into `budget_s`; called by all ranks alike.
 
@@ -84,7 +85,7 @@ def measure(
     wait for the device before its clock starts. `directory` must be seen by all ranks; what is written there is
     removed again. Training state is the same afterwards as if only the steps had run. `repeatable` lets steps run
     again from an earlier moment; without it no training is resumed. `copy_gbps` is what the device copies within its
-    memory, read and write.
+    memory, read and write; with `with_ceilings` the disk's and the bus's are measured before costlab's engine.
     """
     group = new_cpu_group(GRACE_S + budget_s)
     peers = Peers(group)
@@ -92,9 +93,8 @@ def measure(
     existed = directory.exists()
     peers.all(True)  # every rank has looked before the first one makes it
     directory.mkdir(parents=True, exist_ok=True)
-    session = _Session(
-        model, optimizer, run_step, directory, rank, world, device, steps, emit, budget_s, peers, repeatable, copy_gbps
-    )
+    how = (repeatable, copy_gbps, with_ceilings)
+    session = _Session(model, optimizer, run_step, directory, rank, world, device, steps, emit, budget_s, peers, *how)
     try:
         session.run(savers(device, world) if configurations is None else configurations)
     finally:
@@ -142,6 +142,7 @@ class _Session:
     peers: Peers
     repeatable: Repeatable | None = None
     copy_gbps: float | None = None
+    with_ceilings: bool = True
     found: Measured = field(default_factory=Measured)
     saves: list[_Save] = field(default_factory=list)
     control: list[float] = field(default_factory=list)
@@ -161,7 +162,7 @@ class _Session:
             if reason := self._why_not(saver):
                 self._row(saver.name, "save", ok=False, note=f"not run: {reason}")
                 continue
-            if isinstance(saver, Engine) and not self.ceilings.disk:
+            if isinstance(saver, Engine) and self.with_ceilings and not self.ceilings.disk:
                 self._measure_ceilings()
             self._control()
             folder = self.directory / f"{token}-{index:02d}-{saver.name.replace(':', '-')}"

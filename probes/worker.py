@@ -480,8 +480,9 @@ def checkpoint_phase(run: RankRun, trainer: Trainer) -> None:
         emit=emit,
         budget_s=checkpoint_budget(run),
         configurations=savers(run.device, run.world, run.spec.checkpoint_codec, only=run.spec.chosen_save_only),
-        repeatable=steps,
+        repeatable=None if run.spec.chosen_save_only else steps,  # a leg of a what-if asks for the stall alone
         copy_gbps=run.facts.copy_gbps,
+        with_ceilings=not run.spec.chosen_save_only,
     )
     run.step_rows += found.steps
     run.write(StepRow, run.step_rows)

@@ -6,9 +6,11 @@ random inputs. Everything larger is found in the FX graph of a module's forward,
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -101,8 +103,36 @@ class _Tracer(fx.Tracer):
         return type(m).forward is not nn.Sequential.forward or hooked(m)
 
 
+@contextlib.contextmanager
+def traces_kept() -> Iterator[None]:
+    """Inside, what `fed_linears` traced to look into a module is not traced again for the module's own rewrite."""
+    token = _kept.set({})
+    try:
+        yield
+    finally:
+        _kept.reset(token)
+
+
+_kept: ContextVar[dict[nn.Module, fx.GraphModule] | None] = ContextVar("traces", default=None)
+
+
+def trace_once(module: nn.Module) -> fx.GraphModule:
+    """As `trace`, a graph to look at; it may be the one that `trace` will give."""
+    kept = _kept.get()
+    if kept is None:
+        return trace(module)
+    if module not in kept:
+        kept[module] = trace(module)
+    return kept[module]
+
+
 def trace(module: nn.Module) -> fx.GraphModule:
     """The graph of the module's forward, if it is the same in training and evaluation mode. Raises NotTraceable."""
+    earlier = (_kept.get() or {}).pop(module, None)
+    return earlier if earlier is not None else _traced(module)
+
+
+def _traced(module: nn.Module) -> fx.GraphModule:
     codes, kept, kind = [], module.training, type(module)
     try:
         module.__class__ = getattr(kind, MARK, kind)
@@ -214,7 +244,7 @@ def fed_linears(node: fx.Node, module: nn.Module) -> list[nn.Module] | None:
         if user.args[0] is not node or hooked(child):
             return None
         try:
-            graph = trace(child).graph
+            graph = trace_once(child).graph
         except NotTraceable:
             return None
         x = next(n for n in graph.nodes if n.op == "placeholder")

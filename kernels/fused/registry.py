@@ -88,6 +88,7 @@ KERNELS = {
 }
 
 
+@match.traces_kept()
 def apply(
     model: nn.Module,
     names: Iterable[str] | None = None,

@@ -82,7 +82,7 @@ def profiling() -> bool:
 
 
 def one_queue() -> bool:
-    """Whether this process gives its GPU work through one hardware queue, as trainings that order kernels so ask for."""
+    """Whether the GPU gets this process's work through one hardware queue, as some trainings ask to order kernels."""
     return os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1"
 
 

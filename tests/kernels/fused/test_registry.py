@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from costlab.kernels.fused import registry
+from costlab.kernels.fused import matching, registry
 from costlab.probes.workloads import gpt2, llama, resnet
 from costlab.probes.workloads.base import Workload, WorkloadContext
 
@@ -75,6 +75,15 @@ def test_names_choose_and_repeat_does_nothing(device: torch.device) -> None:
     assert counted(registry.apply(model, ["rms_norm"])) == {"rms_norm": 9}
     with pytest.raises(ValueError, match="no fused kernel"):
         registry.apply(model, ["rope", "softmax"])
+
+
+def test_no_module_is_traced_twice(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Looking into a block's children to see who reads its norm is what their own rewrite starts from."""
+    seen: list[nn.Module] = []
+    plain = matching._traced
+    monkeypatch.setattr(matching, "_traced", lambda module: (seen.append(module), plain(module))[1])
+    registry.apply(built("llama", device)[0])
+    assert len(seen) == len(set(seen)) >= 4 * 3
 
 
 def test_equal_blocks_share_one_class(device: torch.device) -> None:
