@@ -99,7 +99,7 @@ def _won(arm: Arm) -> bool:
 
 
 def verdict(arm: Arm) -> tuple[str, str]:
-    """Kept or dropped, and why."""
+    """Kept, dropped, or untried where too few rounds were run to tell; and why."""
     if arm.failure:
         return "dropped", f"its run failed: {arm.failure}"
     if arm.parity is not None and arm.parity.verdict == "different":
@@ -109,7 +109,9 @@ def verdict(arm: Arm) -> tuple[str, str]:
         return "kept", f"faster beyond the noise ({amount})"
     if arm.verdict == "slower":
         return "dropped", f"slower ({amount})"
-    return "dropped", f"no difference beyond the noise ({amount or 'not measured'})"
+    if not amount:
+        return "untried", "not measured: it ended before two rounds of legs were complete"
+    return "dropped", f"no difference beyond the noise ({amount})"
 
 
 def with_change(c: CandidateView, arm: Arm, step: float | None) -> CandidateView:

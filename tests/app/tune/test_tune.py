@@ -17,10 +17,11 @@ from costlab.app.store import Run
 from costlab.app.tune import candidates as rules
 from costlab.app.tune import flow
 from costlab.app.tune.candidates import Evidence, candidates, chosen, hit_rates, predict
-from costlab.app.tune.decide import plan_of
+from costlab.app.tune.decide import plan_of, verdict
 from costlab.app.tune.flow import TuneError, Tuning
 from costlab.app.tune.render import render
 from costlab.app.tune.stored import TUNE_FILE, read_tuning, write_tuning
+from costlab.app.whatif.results import Arm
 from costlab.kernels.fused.plan import read
 from costlab.probes.records import MissRow
 from costlab.probes.spec import RunSpec, SpecError
@@ -143,6 +144,12 @@ def test_what_wins_is_kept_and_the_plan_says_why(tmp_path: Path, monkeypatch: py
     for form in ("text", "md", "json"):
         assert "faster beyond the noise" in " ".join(render(found, form, 80).split())
     assert all(len(line) <= 80 for line in render(found, "text", 80).splitlines() if "fusion-plan" not in line)
+
+
+def test_what_was_cut_short_is_untried_and_not_called_the_same() -> None:
+    decision, why = verdict(Arm(name="together", verdict="no difference"))
+    assert decision == "untried"
+    assert "two rounds" in why
 
 
 def test_wrong_numerics_are_never_tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
