@@ -556,7 +556,15 @@ def launch(options: argparse.Namespace) -> int:
             process.wait()
         if len(read(options.out)["sections"]) == done_before:
             break  # the ranks do not even start
-    return show(read(options.out), options.out)
+    document = read(options.out)
+    write(options.out, common_form(document))
+    return show(document, options.out)
+
+
+def common_form(document: dict[str, Any]) -> dict[str, Any]:
+    """The file as all results have it: what the figures rest on is part of the environment."""
+    more = {name: document[name] for name in ("curves", "noise", "sections")}
+    return {"environment": {**document["environment"], **more}, "results": document["results"]}
 
 
 def show(document: dict[str, Any], out: Path) -> int:

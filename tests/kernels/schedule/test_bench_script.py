@@ -23,7 +23,7 @@ def test_it_runs_on_gloo(tmp_path: Path) -> None:
     assert {"allreduce_vs_nccl_worst", "allreduce_vs_nccl_1mb", "ddp_step_planned"} <= set(rows)
     assert rows["ddp_step_hook_library"]["ratio"] > 0
     assert len(rows["allreduce_host_1_MiB"]["alone_us"]) == len(rows["allreduce_host_1_MiB"]["new_tensors_us"]) == 2
-    assert set(document["noise"]) == {"65536", "1048576", "4194304"}
+    assert set(document["environment"]["noise"]) == {"65536", "1048576", "4194304"}
     assert rows["ddp_gradient_difference"]["value"] <= 1
     assert rows["ddp_gradients_same_bits_on_all_ranks"]["value"] == 1
     assert rows["missing_peer_noticed"]["error"].startswith("ScheduleTimeout")
