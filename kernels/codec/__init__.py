@@ -20,7 +20,7 @@ In a training loop:
 | fp8, integer, log8, sparse, lossless | each codec's definition; `triton_blocks`, `triton_tiles` have the kernels |
 | layout, writing, container | the file: bytes, writer, reader |
 | manifest, checkpoint | the directory of all ranks' files; loading with resharding |
-| device_load, device_crc | from file to GPU, checked there |
+| device_load, htod, device_crc | from file to GPU, checked there |
 | pipeline, plan, snapshot, stage, slabs, finish, commit, replica | asynchronous saving |
 | interchange, safetensors_io, gds | other formats; GPUDirect Storage |
 

@@ -65,7 +65,7 @@ class Checkpoint:
         self.manifest: Manifest = read_manifest(directory)
         self._mode, self._limits, self._replicas = mode, limits, tuple(replicas)
         self._bases: dict[bytes, Container] = {}
-        self._loader: DeviceLoader | None = None
+        self._loaders: dict[int, DeviceLoader] = {}  # by the device's number
         self.files: list[Container] = []
         try:
             for rank in range(len(self.manifest.files)):
@@ -98,9 +98,9 @@ class Checkpoint:
         """Close all files; zero-copy tensors stay valid."""
         for file in [*self.files, *self._bases.values()]:
             file.close()
-        if self._loader is not None:
-            self._loader.close()
-            self._loader = None
+        for loader in self._loaders.values():
+            loader.close()
+        self._loaders = {}
 
     def _index(self) -> dict[str, list[Place]]:
         places: dict[str, list[Place]] = {}
@@ -147,10 +147,11 @@ class Checkpoint:
         return file.finish(entry, file.encoded_from(entry, extent, verify), device, self.resolve)
 
     def _device_loader(self, device: torch.device, verify: bool) -> DeviceLoader:
-        if self._loader is None:
-            self._loader = DeviceLoader(device)
-        self._loader.verify = verify
-        return self._loader
+        number = torch.cuda.current_device() if device.index is None else device.index
+        if number not in self._loaders:
+            self._loaders[number] = DeviceLoader(torch.device("cuda", number))
+        self._loaders[number].verify = verify
+        return self._loaders[number]
 
     def tensor(self, name: str, device: torch.device | None = None, verify: bool = True) -> torch.Tensor:
         """The whole tensor, put together from its shards; zero-copy where it is one raw shard on the CPU."""
@@ -213,20 +214,21 @@ class Checkpoint:
     def _prefetch(self, wanted: dict[str, Leaf]) -> set[str]:
         """Read raw shards that match contiguous CUDA tensors exactly straight into them, all in one go."""
         filled: set[str] = set()
-        jobs = self._jobs(wanted, filled)
-        first = next(jobs, None)
-        if first is not None:
-            loader = self._device_loader(first.target.device, verify=True)
-            loader.load(itertools.chain([first], jobs))
+        devices = {leaf.device for leaf in wanted.values() if isinstance(leaf, torch.Tensor)}
+        for device in sorted((device for device in devices if device.type == "cuda"), key=str):
+            jobs = self._jobs(wanted, filled, device)
+            first = next(jobs, None)
+            if first is not None:
+                self._device_loader(device, verify=True).load(itertools.chain([first], jobs))
         return filled
 
-    def _jobs(self, wanted: dict[str, Leaf], filled: set[str]) -> Iterator[Job]:
-        """Reads of whole raw shards into CUDA tensors, in the order of the files; adds their names to `filled`."""
+    def _jobs(self, wanted: dict[str, Leaf], filled: set[str], device: torch.device) -> Iterator[Job]:
+        """Reads of whole raw shards into a device's tensors, in file order; adds the tensors' names to `filled`."""
         order = sorted(wanted, key=lambda name: (self.places[name][0][0], self.places[name][0][1].offset))
         for name in order:
             leaf = wanted[name]
             local, start = _local(leaf) if isinstance(leaf, torch.Tensor) else (None, ())
-            if local is None or not local.is_cuda or not local.is_contiguous():
+            if local is None or local.device != device or not local.is_contiguous():
                 continue
             for rank, entry in self.places[name]:
                 same = (entry.start, entry.shape, entry.dtype) == (start, tuple(local.shape), local.dtype)

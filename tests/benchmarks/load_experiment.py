@@ -365,7 +365,7 @@ def load_speed(experiment: Experiment, metric: str, threads: int, piece: int, ve
 def measure_checkpoint(experiment: Experiment, checkpoint: Checkpoint, state: dict[str, torch.Tensor]) -> None:
     """`Checkpoint.load` as users call it, and what of it is before the loader begins and after it ended."""
     experiment.speed("Checkpoint.load, verified", partial(checkpoint.load, state))
-    loader = checkpoint._loader
+    loader = next(iter(checkpoint._loaders.values()), None)
     if loader is None:
         return
     marks: list[tuple[float, float]] = []

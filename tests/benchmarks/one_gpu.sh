@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
 # What needs one GPU, part by part: the presets beside a hand-written loop, sample runs, the tests marked `gpu`, span
 # coverage and DRAM bytes, kernels, tuning, loss parity, checkpoints, the what-if and how often it is wrong.
-# usage: one_gpu.sh RESULTS_FOLDER [runs|samples|whatif|tests|fusion|shapes|kernels|tune|parity|checkpoint|trials ...]
+# usage: one_gpu.sh RESULTS_FOLDER [runs|samples|whatif|tests|fusion|shapes|kernels|tune|parity|checkpoint|load|trials ...]
 #        costlab installed for $PYTHON, default python3; a part that fails does not keep the next from running
 set -uo pipefail
 out=$1
 shift
-parts=${*:-runs samples whatif tests fusion shapes kernels tune parity checkpoint trials}
+parts=${*:-runs samples whatif tests fusion shapes kernels tune parity checkpoint load trials}
 python=${PYTHON:-python3}
 here=$(cd "$(dirname "$0")" && pwd)
 work=$(mktemp -d)
@@ -71,6 +71,8 @@ checkpoint() {
     bench checkpoint_bench --only disk,codec,stall,dcp,load --out "$out/checkpoint.json"
     bench checkpoint_bench --only "checks,fp8 load,torn,flip,gds,table,ranks,kill" --out "$out/checkpoint_faults.json"
 }
+
+load() { bench load_experiment --out "$out/load.json"; }
 
 trials() {
     bench whatif_bench --device cuda --trials 40 --rounds 6 --stride 2 --out "$out/whatif-trials.json"
