@@ -137,7 +137,8 @@ def test_reductions_over_two_axes_are_structural() -> None:
     assert row.addressable_lost == 0
     size = 4 * m.BATCH * m.TOKENS * m.HIDDEN
     assert (row.structural_lost or 0) >= 2 * size, "what is between the reductions is written and read"
-    assert row.strict_rate is not None and row.strict_rate < 0.7
+    limit = 0.7 if torch.cuda.is_available() else 0.6  # fewer kernels reread it on a GPU: 0.67 there
+    assert row.strict_rate is not None and row.strict_rate < limit
     assert row.main_cause == "reduction_shape"
     assert line_of(m.TwoSoftmax, "two reductions") in s.sources("reduction_shape")
     assert_neighbour_is_whole(s)

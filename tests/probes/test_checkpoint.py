@@ -9,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 from statistics import median
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from costlab.probes.checkpoint import measure
 from costlab.probes.checkpoint_error import codec_errors, within_bound
 from costlab.probes.checkpoint_modes import Background, Pending, Saver, Staged, Sync, stager_is_reusable
 from costlab.probes.checkpoint_resume import horizon
+from costlab.probes.checkpoint_savers import savers
 from costlab.probes.checkpoint_state import bits, blank, identical, in_parts, leaves, snapshot, subtree, units
 from costlab.probes.records import CheckpointRow
 from costlab.probes.stall import stall
@@ -588,3 +590,29 @@ def test_every_configuration_on_a_gpu(tmp_path: Path) -> None:
     ]
     assert saves["costlab:exact"].ok and saves["costlab:fp8"].ok, saves
     assert any(r.note.startswith("best of") for r in saves.values())
+
+
+def test_the_way_that_training_saves_comes_first_and_alone_where_no_other_is_asked_for() -> None:
+    cpu = torch.device("cpu")
+    assert [s.name for s in savers(cpu)][:3] == ["sync", "costlab:exact", "costlab:fp8"]
+    assert [s.name for s in savers(cpu, chosen="fp8")][:3] == ["costlab:fp8", "sync", "costlab:exact"]
+    assert [[s.name for s in savers(cpu, 2, chosen, only=True)] for chosen in ("dcp", "exact", "fp8")] == [
+        ["sync"], ["costlab:exact"], ["costlab:fp8"],
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("left_s", "says"), [(23.0, "23 s of the budget are left for other ways of saving"), (40, "")]
+)
+def test_dcps_own_load_leaves_the_budget_to_better_ways(
+    monkeypatch: pytest.MonkeyPatch, left_s: float, says: str
+) -> None:
+    """A load that takes as long as its save, 17 s, may take half of what is left; costlab's own is always loaded."""
+    session = object.__new__(checkpoint._Session)
+    monkeypatch.setattr(session, "peers", SimpleNamespace(max=float), raising=False)
+    monkeypatch.setattr(session, "found", checkpoint.Measured(), raising=False)
+    monkeypatch.setattr(session, "budget_s", 40.0, raising=False)
+    monkeypatch.setattr(checkpoint._Session, "_left", lambda _self, overrun_s=0.0: left_s + overrun_s)
+    row = CheckpointRow(rank=0, mode="sync", op="save", ok=True, total_ms=17e3)
+    assert session._no_load(Sync(), row, last=False) == says
+    assert session._no_load(Saver(), row, last=False) == ""

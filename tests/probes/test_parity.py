@@ -67,3 +67,13 @@ def test_sharded_gradients_have_the_norm_of_the_whole() -> None:
     fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
     sharded = {r.tensor: r.norm for r in gradient_rows(trainer_of(model), rank=0)}
     assert sharded == pytest.approx(plain, rel=1e-6)
+
+
+def test_the_learning_rate_rises_to_the_one_asked_for() -> None:
+    trainer = trainer_of(model_of())
+    rates = []
+    for index in (0, 49, 99, 500):
+        trainer.index = index
+        trainer.step()
+        rates.append(trainer.optimizer.param_groups[0]["lr"])
+    assert rates == pytest.approx([0.001, 0.05, 0.1, 0.1])
