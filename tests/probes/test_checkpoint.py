@@ -601,9 +601,7 @@ def test_the_way_that_training_saves_comes_first_and_alone_where_no_other_is_ask
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("left_s", "says"), [(23.0, "23 s of the budget are left for other ways of saving"), (40, "")]
-)
+@pytest.mark.parametrize(("left_s", "says"), [(23.0, "23 s of the budget are left for other ways of saving"), (40, "")])
 def test_dcps_own_load_leaves_the_budget_to_better_ways(
     monkeypatch: pytest.MonkeyPatch, left_s: float, says: str
 ) -> None:
