@@ -21,6 +21,8 @@ from costlab.probes.workloads.base import Workload, to_device
 # At a full rate from the first step AdamW's path is chaotic: two runs of one seed part within ten steps, and no loss
 # can be compared with another.
 RISE_STEPS = 100
+# The last warm-up steps on CUDA run into the timed ones without a wait: the host is then as far ahead as in training.
+LEAD_STEPS = 4
 
 
 @dataclass
@@ -91,13 +93,24 @@ def gradients_communicated(model: nn.Module, now: bool) -> AbstractContextManage
     return nullcontext()
 
 
-def measure(trainer: Trainer, steps: int, rank: int, told: Callable[[int, float], None]) -> list[StepRow]:
-    """Time `steps` consecutive steps.
+def lead_steps(device: torch.device, warmup: int) -> int:
+    """How many of the warm-up steps belong right before the timed ones; none on CPU, where nothing runs ahead."""
+    return min(warmup, LEAD_STEPS) if device.type == "cuda" else 0
+
+
+def measure(
+    trainer: Trainer, steps: int, rank: int, told: Callable[[int, float], None], *, lead: int = 0
+) -> list[StepRow]:
+    """Time `steps` consecutive steps, after `lead` that are not timed.
 
     On CUDA a step lasts from one step's end event to the next's, so steps follow each other as in training and
     nothing waits for the host in between; on CPU the monotonic clock is read between steps. `told` is called
     with live figures only (on CUDA the host's pace), never used as the measurement.
     """
+    if trainer.device.type == "cuda":
+        trainer.synchronize()
+    for _ in range(lead):
+        trainer.step()
     if trainer.device.type == "cuda":
         return _measure_cuda(trainer, steps, rank, told)
     return _measure_cpu(trainer, steps, rank, told)
@@ -120,7 +133,6 @@ def _measure_cpu(trainer: Trainer, steps: int, rank: int, told: Callable[[int, f
 def _measure_cuda(trainer: Trainer, steps: int, rank: int, told: Callable[[int, float], None]) -> list[StepRow]:
     events = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)]
     host, began, losses = [], [], []
-    trainer.synchronize()
     events[0].record()
     for i in range(steps):
         began.append(time.time_ns())

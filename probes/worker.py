@@ -339,7 +339,12 @@ def count_flops(workload: Workload, run: RankRun) -> tuple[float | None, str]:
 
 
 def compile_phase(run: RankRun, trainer: Trainer) -> None:
-    """First steps: a cold compile with the fusion trace, the same again for the cache facts; then warm-up steps."""
+    """First steps: a cold compile with the fusion trace, the same again for the cache facts; then warm-up steps.
+
+    Warm-up steps that lead into the timed ones are left to `measure_phase`.
+    """
+    from costlab.probes.steps import lead_steps
+
     if run.spec.compile == "none":
         run.voice.enter("compile", "eager: the first steps")
         with run.memory.phase("compile"):
@@ -355,9 +360,10 @@ def compile_phase(run: RankRun, trainer: Trainer) -> None:
             compile_twice(run, trainer)
     run.write(CompileRow, run.compile_rows)
     run.voice.enter("warm-up")
-    for i in range(run.spec.warmup):
+    alone = run.spec.warmup - lead_steps(run.device, run.spec.warmup)
+    for i in range(alone):
         ms = trainer.timed_step()
-        run.voice.progress(i + 1, run.spec.warmup, f"{ms:.1f} ms")
+        run.voice.progress(i + 1, alone, f"{ms:.1f} ms")
 
 
 def compile_twice(run: RankRun, trainer: Trainer) -> None:
@@ -402,9 +408,9 @@ def measure_phase(run: RankRun, trainer: Trainer) -> None:
     import torch.distributed as dist
 
     from costlab.probes.parity import gradient_rows
-    from costlab.probes.steps import measure
+    from costlab.probes.steps import lead_steps, measure
 
-    steps = run.spec.steps
+    steps, lead = run.spec.steps, lead_steps(run.device, run.spec.warmup)
     run.voice.enter("measure", f"{steps} steps")
     started = time.monotonic()
 
@@ -414,8 +420,8 @@ def measure_phase(run: RankRun, trainer: Trainer) -> None:
         run.voice.progress(index + 1, steps, f"{ms:.1f} ms", eta)
 
     dist.barrier()
-    with run.memory.phase("measure"), run.energy.phase("measure", steps=steps):
-        rows = measure(trainer, steps, run.rank, told)
+    with run.memory.phase("measure"), run.energy.phase("measure", steps=lead + steps):
+        rows = measure(trainer, steps, run.rank, told, lead=lead)
     for reason in run.energy.reasons():
         run.voice.log(f"no energy figure: {reason}")
     run.step_rows += rows

@@ -19,7 +19,8 @@ def energy_view(rows: pd.DataFrame, ranks: int) -> EnergyView:
         return EnergyView(note="not measured: no energy counter was read")
     reporting = measured["rank"].nunique()
     source = ", ".join(sorted({s for s in measured.source if s}))
-    how = f"{source or 'energy counter'} over the timed steps, {reporting} device{'s' if reporting > 1 else ''}"
+    devices = f"{reporting} device{'s' if reporting > 1 else ''}"
+    how = f"{source or 'energy counter'} over the timed steps and those that lead into them, {devices}"
     return EnergyView(
         per_step=Figure(value=joules / steps, unit="J", source="measured", how=how, n=steps),
         average_w=Figure(value=joules / seconds, unit="W", source="measured", how=how, n=steps) if seconds else None,

@@ -4,8 +4,7 @@
 identical variant, and variants slowed down by exactly 3, 5 and 10 % by a real wait. Two ways to get the legs:
 
 `--legs engine` (the default on CPU) runs one long what-if with the product's engine, every leg a process group that
-the engine starts, and cuts its rounds into trials that share no leg. `--workers N` runs N such what-ifs at once, each
-on CPUs of its own.
+the engine starts, and cuts its rounds into trials that share no leg.
 
 `--legs forked` (the default on CUDA, see whatif_forked.py) makes every leg a fork of a process that has imported torch:
 own device context, model and memory, timed by the product's step timing and judged by its statistics, but prepared side
@@ -14,7 +13,8 @@ by side with the other legs of its trial. A leg of the engine takes seconds to s
 same expectation, at a larger error than that of as many separate trials. Each trial leaves out disturbed rounds as the
 engine does, but does not measure them again.
 
-An end by `--seconds` keeps the trials that are complete.
+`--workers N` divides the trials among N processes at once, each on CPUs of its own and, on CUDA, a GPU of its own. An
+end by `--seconds` keeps the trials that are complete.
 """
 
 from __future__ import annotations
@@ -141,17 +141,17 @@ def options() -> argparse.Namespace:
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--legs", choices=["engine", "forked"], default=None)
     parser.add_argument("--seconds", type=float, default=None, help="no new trial after this time")
-    parser.add_argument("--workers", type=int, default=1, help="what-ifs at once; with --legs engine only")
+    parser.add_argument("--workers", type=int, default=1, help="what-ifs at once")
     parser.add_argument("--threads", type=int, default=1, help="of a forked leg on CPU")
     parser.add_argument("--out", type=Path, default=RESULTS / "whatif.json")
-    parser.add_argument("--dump", type=Path, default=None, help=argparse.SUPPRESS)  # a worker's result
+    parser.add_argument("--dump", type=Path, default=None, help=argparse.SUPPRESS)  # a worker's trials
     args = parser.parse_args()
     args.legs = args.legs or ("forked" if args.device == "cuda" else "engine")
     return args
 
 
-def in_workers(args: argparse.Namespace) -> list[WhatIfResult]:
-    """The trials divided among processes that each have their share of the CPUs."""
+def in_workers(args: argparse.Namespace) -> Iterator[list[Trial]]:
+    """The trials, at once, of processes that each have their share of the CPUs and, on CUDA, a GPU."""
     cpus = sorted(os.sched_getaffinity(0))
     each = len(cpus) // args.workers
     if not each:
@@ -161,23 +161,23 @@ def in_workers(args: argparse.Namespace) -> list[WhatIfResult]:
         children = []
         for n, file in enumerate(files):
             share = args.trials // args.workers + (n < args.trials % args.workers)
-            command = [sys.executable, __file__, f"--trials={share}", f"--rounds={args.rounds}", f"--dump={file}"]
-            command += [f"--steps={args.steps}", f"--warmup={args.warmup}", f"--device={args.device}"]
-            command += [] if args.seconds is None else [f"--seconds={args.seconds}"]
+            command = [sys.executable, __file__, f"--trials={share}", f"--dump={file}"]
+            passed = ("rounds", "stride", "steps", "warmup", "device", "legs", "threads", "seconds")
+            command += [f"--{name}={value}" for name in passed if (value := getattr(args, name)) is not None]
             own = cpus[n * each : (n + 1) * each]
             pinned = ["taskset", "--cpu-list", ",".join(map(str, own)), *command]
-            children.append(subprocess.Popen(pinned, env=os.environ | {"OMP_NUM_THREADS": str(each)}))
+            env = {"OMP_NUM_THREADS": str(each)} | ({"CUDA_VISIBLE_DEVICES": str(n)} if args.device == "cuda" else {})
+            children.append(subprocess.Popen(pinned, env=os.environ | env))
         failed = [c.returncode for c in children if c.wait()]
-        done = [msgspec.json.decode(file.read_bytes(), type=WhatIfResult) for file in files if file.exists()]
+        done: list[Trial] = [t for file in files if file.exists() for t in msgspec.json.decode(file.read_bytes())]
         if not done:
             raise SystemExit(f"all {len(failed)} workers failed")
-        return done
+        yield done
 
 
 def by_engine(args: argparse.Namespace) -> Iterator[list[Trial]]:
     """All trials of the engine's legs, at once."""
-    measured = in_workers(args) if args.workers > 1 else [measure(question(args), args.seconds)]
-    yield [trial for one in measured for trial in trials(one.legs, args.rounds)]
+    yield trials(measure(question(args), args.seconds).legs, args.rounds)
 
 
 def by_forks(args: argparse.Namespace) -> Iterator[list[Trial]]:
@@ -230,13 +230,14 @@ def main() -> None:
     """Measure, print, write."""
     args = options()
     began = time.monotonic()
-    if args.dump is not None:
-        args.dump.write_bytes(msgspec.json.encode(measure(question(args), args.seconds)))
-        return
-    about, rows = environment(args.device), []
-    for cut in by_forks(args) if args.legs == "forked" else by_engine(args):
+    about = {} if args.dump else environment(args.device)
+    rows: list[dict[str, Any]] = []
+    own = by_forks if args.legs == "forked" else by_engine
+    for cut in in_workers(args) if args.workers > 1 else own(args):
         seconds = time.monotonic() - began
-        if cut:
+        if args.dump is not None:
+            args.dump.write_bytes(msgspec.json.encode(cut))
+        elif cut:
             more = {"legs_by": args.legs, "rounds_per_trial": args.rounds, "seconds": seconds}
             more |= {"workers": args.workers, "stride": args.stride or args.rounds}
             found = figures(cut)
@@ -244,6 +245,8 @@ def main() -> None:
             save(args.out.stem, about, rows, args.out.parent)
         if args.seconds is not None and seconds > args.seconds:
             break
+    if args.dump is not None:
+        return
     if not rows:
         raise SystemExit("not one trial was complete: allow more --seconds, or see the failures above")
     for row in rows:

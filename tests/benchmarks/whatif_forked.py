@@ -102,11 +102,12 @@ def prepare(recipe: Recipe, size: str, seed: int) -> Trainer:
 
 def timed(trainer: Trainer, recipe: Recipe) -> list[float]:
     """Warm-up steps, then the timed ones."""
-    from costlab.probes.steps import measure
+    from costlab.probes.steps import lead_steps, measure
 
-    for _ in range(recipe.warmup):
+    lead = lead_steps(trainer.device, recipe.warmup)
+    for _ in range(recipe.warmup - lead):
         trainer.timed_step()
-    return [row.ms for row in measure(trainer, recipe.steps, 0, lambda _index, _ms: None)]
+    return [row.ms for row in measure(trainer, recipe.steps, 0, lambda _index, _ms: None, lead=lead)]
 
 
 def answer(turn: Connection, wanted: str) -> list[float]:
