@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
     from costlab.kernels.codec.codecs import Choice
     from costlab.kernels.codec.policy import Policy
 
-SAMPLE_BYTES = {"cuda": 256 << 20, "cpu": 4 << 20}  # of one class of tensors
+SAMPLE_BYTES = {"cuda": 64 << 20, "cpu": 4 << 20}  # of one class of tensors
 LEAST_NORMAL = 2.0**-126
 PIECE_VALUES = 8 << 20
 ROWS = 128  # a multiple of every block's height
@@ -121,28 +122,25 @@ def codec_errors(state: Mapping[str, Any], policy: Policy, rank: int, mode: str,
 
 
 def sample(state: Mapping[str, Any], limit: int | None = None) -> Iterator[tuple[str, Tensor]]:
-    """Leading rows of tensors until each class has `limit` bytes, alike for a parameter and its moments; steps too."""
+    """Leading rows of every tensor, as many bytes of each within a class, `limit` or SAMPLE_BYTES together; steps too.
+
+    Both moments of a parameter are cut alike. At least 16 rows are taken, a block's height.
+    """
     import torch
 
     from costlab.kernels.codec.policy import TensorClass, classify
 
-    used: dict[Any, int] = {}
-    for name, value in state.items():
-        if not isinstance(value, torch.Tensor):
-            continue
-        tensor = states.local(value)
-        if name.endswith(".step"):
+    tensors = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
+    kinds = {n: classify(n, tuple(t.shape), t.dtype) for n, t in tensors.items() if not n.endswith(".step")}
+    counts = Counter(kinds.values())
+    for name, value in tensors.items():
+        tensor, kind = states.local(value), kinds.get(name)
+        if kind is None:
             yield name, tensor
-            continue
-        kind = classify(name, tuple(value.shape), value.dtype)
-        share = SAMPLE_BYTES.get(tensor.device.type, SAMPLE_BYTES["cpu"]) if limit is None else limit
-        left = share - used.get(kind, 0)
-        if kind is TensorClass.EXACT or not tensor.numel() or left <= 0:
-            continue
-        row = tensor[:1].numel() * tensor.element_size()
-        part = tensor[: max(left // row // 16 * 16, 16)]
-        used[kind] = used.get(kind, 0) + part.numel() * part.element_size()
-        yield name, part
+        elif kind is not TensorClass.EXACT and tensor.numel():
+            together = SAMPLE_BYTES.get(tensor.device.type, SAMPLE_BYTES["cpu"]) if limit is None else limit
+            row = tensor[:1].numel() * tensor.element_size()
+            yield name, tensor[: max(together // counts[kind] // row // 16 * 16, 16)]
 
 
 def _adam(state: Mapping[str, Any]) -> Any:

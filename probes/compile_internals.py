@@ -9,11 +9,14 @@ named in `Hooks.missing` and its figures are left out; nothing here raises into 
 - Start and end of the outermost compile: `CompilationCallbackHandler.run_start_callbacks` / `run_end_callbacks`, for
   the same reason patched on the class instead of registered.
 - Cache counters: `torch._dynamo.utils.counters`.
+- Keys of the FX-graph and AOTAutograd caches: `torch._inductor.codecache.FxGraphHashDetails`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +26,56 @@ CACHES: dict[str, tuple[str, str]] = {
     "aot_autograd": ("aot_autograd", "autograd_cache_{}"),
 }
 OUTCOMES = ("hit", "miss", "bypass")
+
+
+@contextlib.contextmanager
+def salted_caches(salt: str) -> Iterator[None]:
+    """Inside, the caches of graphs hold only what was compiled under the same salt, in this process or another.
+
+    Nothing changes where the salt is empty or this torch keys its caches otherwise.
+    """
+    details: Any = None
+    if salt:
+        with contextlib.suppress(ImportError, AttributeError):
+            from torch._inductor.codecache import FxGraphHashDetails as details
+    original = getattr(details, "__init__", None)
+    if details is None or original is None:
+        yield
+        return
+
+    @functools.wraps(original)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        self.costlab_salt = salt
+
+    details.__init__ = init
+    try:
+        yield
+    finally:
+        details.__init__ = original
+
+
+def read_cache_keys() -> None:
+    """Hash torch's and Triton's files, as cache keys need it, once for this process and its forks: half a second.
+
+    Needs no device; what this torch does not have is left to the compile.
+    """
+    with contextlib.suppress(Exception):
+        from torch._inductor.codecache import torch_key
+
+        torch_key()
+    with contextlib.suppress(Exception):
+        from triton.runtime.cache import triton_key
+
+        triton_key()
+
+
+def probe_cpu_vectors() -> None:
+    """Try which vector instructions Inductor's C++ code may use, once for this process and its forks: a second."""
+    with contextlib.suppress(Exception):
+        from torch._inductor.cpu_vec_isa import valid_vec_isa_list
+
+        valid_vec_isa_list()
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,8 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=F
     engine; it decides which stall is spread over the steps, all ways are measured as far as the budget goes, with
     `chosen_save_only` none but this one.
     `plan` is the path of a fusion plan, whose rewrites are put in. `lean` leaves out what a repetition need not measure
-    again: the machine's ceilings, the FLOP count, gradient norms, and the cold compile with its fusion trace.
+    again: the machine's ceilings, the FLOP count, gradient norms, and the cold compile with its fusion trace; it finds
+    the graphs that an earlier run of its `cache_salt` compiled.
     """
 
     workload: str = "llama"
@@ -78,6 +79,7 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=F
     chosen_save_only: bool = False
     keep_raw: bool = True
     lean: bool = False
+    cache_salt: str = ""
     silence_timeout_s: float = 600.0
     collective_timeout_s: float = 180.0
     threads: int = 0

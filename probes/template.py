@@ -64,6 +64,7 @@ def main(argv: list[str]) -> int:
         try:
             for name in MODULES:
                 importlib.import_module(name)
+            prepare_compiles()
             reason = unfit()
         except Exception as error:  # whoever started this process sees no traceback of it
             reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
@@ -72,6 +73,15 @@ def main(argv: list[str]) -> int:
             signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the agents report by themselves
             serve(channel)
     return 0
+
+
+def prepare_compiles() -> None:
+    """Find out what every rank's first compile would ask for again, as far as that needs no device."""
+    from costlab.probes import compile_internals
+
+    compile_internals.read_cache_keys()
+    if not Path("/dev/nvidiactl").exists():
+        compile_internals.probe_cpu_vectors()
 
 
 def unfit() -> str:

@@ -90,6 +90,11 @@ class RankRun:
         """Folder of this rank's tables."""
         return rank_dir(self.run_dir, self.rank)
 
+    @property
+    def salt(self) -> str:
+        """Under which this rank's compiled graphs are kept: apart from its peers', which compile the same at once."""
+        return f"{self.spec.cache_salt}-{self.rank}" if self.spec.cache_salt else ""
+
     def write(self, kind: type[Row], rows: list[Any]) -> None:
         """Write one table of this rank."""
         write_rows(self.directory, kind, rows)
@@ -343,6 +348,7 @@ def compile_phase(run: RankRun, trainer: Trainer) -> None:
 
     Warm-up steps that lead into the timed ones are left to `measure_phase`.
     """
+    from costlab.probes.compile_internals import salted_caches
     from costlab.probes.steps import lead_steps
 
     if run.spec.compile == "none":
@@ -353,7 +359,7 @@ def compile_phase(run: RankRun, trainer: Trainer) -> None:
         run.voice.enter("compile", "warm")
         if run.device.type == "cpu":
             name_cpu_kernels()
-        with run.memory.phase("compile"):
+        with run.memory.phase("compile"), salted_caches(run.salt):
             run.compile_rows += first_steps(run, trainer, "warm")
     else:
         with run.memory.phase("compile"):
@@ -375,7 +381,7 @@ def compile_twice(run: RankRun, trainer: Trainer) -> None:
     run.voice.enter("compile", "cold")
     if run.device.type == "cpu":
         name_cpu_kernels()
-    with FusionCollector(trainer.wrapped.base) as collector:
+    with FusionCollector(trainer.wrapped.base, run.salt) as collector:
         run.compile_rows += first_steps(run, trainer, "cold")
         run.fusion = collector.trace()
         run.voice.enter("compile", "warm")

@@ -181,7 +181,8 @@ class WhatIf:
 
     def _leg(self, arm: str, number: int, position: int, told: Told) -> LegRecord:
         told(self._announcement(arm, number))
-        spec, directory = leg_spec(self.spec, arm, number), leg_directory(arm, number)
+        spec = leg_spec(self.spec, arm, number, self.directory.name)
+        directory = leg_directory(arm, number)
         path, began = self._free(directory), time.monotonic()
         known = {"arm": arm, "round": number, "position": position, "directory": str(path.relative_to(self.directory))}
         try:

@@ -23,7 +23,7 @@ BASELINE, CONTROL = "baseline", "A/A control"
 MOST_VARIANTS = 32
 FACTOR_LIMIT = 4
 # An engine's or a run's own business.
-_FIXED = ("preset", "nnodes", "node_rank", "rdzv_endpoint", "seed", "keep_raw", "chosen_save_only")
+_FIXED = ("preset", "nnodes", "node_rank", "rdzv_endpoint", "seed", "keep_raw", "chosen_save_only", "cache_salt")
 
 
 class Variant(msgspec.Struct, frozen=True, kw_only=True):

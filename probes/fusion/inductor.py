@@ -26,6 +26,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from costlab.probes.compile_internals import salted_caches
 from costlab.probes.fusion import extract, fqn
 from costlab.probes.fusion.facts import GraphFacts, Rejection
 from costlab.probes.fusion.model import FusionTrace, GraphBreak
@@ -97,10 +98,11 @@ class FusionCollector:
 
     While it is open FX-graph and AOTAutograd caches are missed on purpose (a cached graph has no schedule to look
     at); compiled kernels on disk are still reused. A model that this process compiled before is not compiled again
-    and leaves no trace. `model` gives modules their FQNs; it may be wrapped in FSDP, DDP or torch.compile.
+    and leaves no trace. `model` gives modules their FQNs; it may be wrapped in FSDP, DDP or torch.compile. What is
+    compiled can be found again under `salt`, see `salted_caches`; it must be one that no compile had before.
     """
 
-    def __init__(self, model: torch.nn.Module | None = None) -> None:
+    def __init__(self, model: torch.nn.Module | None = None, salt: str = "") -> None:
         self._names: dict[int, str] = {}
         if model is not None:
             for name, module in model.named_modules():
@@ -118,7 +120,7 @@ class FusionCollector:
         self._compile_seconds = 0.0
         self._compile_started = 0.0
         self._hook_seconds = 0.0
-        self._salt = f"costlab-{os.getpid()}-{time.time_ns()}"
+        self._salt = salt or f"costlab-{os.getpid()}-{time.time_ns()}"
         self.errors: Counter[str] = Counter()
         self.note = ""
         self.supported = False
@@ -145,12 +147,12 @@ class FusionCollector:
     # Patches
 
     def _patch(self) -> None:
-        from torch._inductor import codecache, scheduler
+        from torch._inductor import scheduler
 
         for name in _BACKENDS:
             importlib.import_module(name)
         owner = scheduler.Scheduler
-        self._replace(codecache.FxGraphHashDetails, "__init__", self._salted(codecache.FxGraphHashDetails.__init__))
+        self._stack.enter_context(salted_caches(self._salt))
         self._replace(owner, "fuse_nodes", self._fuse_nodes(owner.fuse_nodes))
         self._replace(owner, "can_fuse", self._can_fuse(owner.can_fuse))
         self._replace(owner, "codegen", self._codegen(owner.codegen))
@@ -266,16 +268,6 @@ class FusionCollector:
             return None
         finally:
             self._hook_seconds += time.perf_counter() - began
-
-    def _salted(self, original: Any) -> Any:
-        salt = self._salt
-
-        @functools.wraps(original)
-        def init(details: Any, *args: Any, **kwargs: Any) -> None:
-            original(details, *args, **kwargs)
-            details.costlab_salt = salt
-
-        return init
 
     def _fuse_nodes(self, original: Any) -> Any:
         @functools.wraps(original)

@@ -507,6 +507,21 @@ def test_what_is_not_finite_must_come_back_as_it_was() -> None:
     assert not within_bound(values, values.to(torch.bfloat16), coded.choice, coded.bound)
 
 
+def test_errors_are_sampled_from_every_tensor_and_alike_from_both_moments() -> None:
+    shapes = {"embedding": (512, 64), "first": (128, 64), "last": (64, 64), "small": (4, 64)}
+    state: dict[str, Any] = {}
+    for name, shape in shapes.items():
+        state |= {f"{name}.weight": torch.ones(shape), f"{name}.exp_avg": torch.ones(shape)}
+        state |= {f"{name}.exp_avg_sq": torch.ones(shape), f"{name}.step": torch.tensor(3.0)}
+    found = dict(checkpoint_error.sample(state, limit=4 * 32 * 64 * 4))
+    assert set(found) == set(state)
+    for name, shape in shapes.items():
+        rows = {len(found[f"{name}.{part}"]) for part in ("exp_avg", "exp_avg_sq")}
+        assert rows == {min(32, shape[0])}
+    tight = dict(checkpoint_error.sample(state, limit=1))
+    assert {len(t) for n, t in tight.items() if n.endswith("exp_avg")} == {16, 4}
+
+
 def test_a_linear_code_of_the_second_moment_is_seen_in_the_update() -> None:
     """2 % of error in v, and the first resumed update is off by far more than the gate lets through."""
     from costlab.kernels.codec.policy import PRESETS, Policy, TensorClass

@@ -1,4 +1,4 @@
-"""Gradient norms: of plain and of sharded parameters, without moving the model."""
+"""Steps that are timed, and gradient norms: of plain and of sharded parameters, without moving the model."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import nn
 
 from costlab.probes.parallel import Wrapped
 from costlab.probes.parity import gradient_rows
-from costlab.probes.steps import Trainer
+from costlab.probes.steps import Trainer, lead_steps, measure
 from costlab.probes.workloads.base import Workload
 
 
@@ -49,6 +49,19 @@ def test_norms_are_those_of_autograd_and_nothing_is_left_behind() -> None:
     for row, parameter in zip(rows, model.parameters(), strict=True):
         assert parameter.grad is not None
         assert row.norm == pytest.approx(float(parameter.grad.norm()), rel=1e-6)
+
+
+def test_steps_that_lead_into_the_timed_ones_train_and_are_not_told() -> None:
+    trainer, told = trainer_of(model_of()), list[int]()
+    losses = [row.loss for row in measure(trainer, 3, 0, lambda index, _: told.append(index), lead=2)]
+    assert (trainer.index, told) == (5, [0, 1, 2])
+    other = trainer_of(model_of())
+    assert [float(other.step()) for _ in range(5)][2:] == losses
+
+
+@pytest.mark.parametrize(("device", "warmup", "lead"), [("cuda", 5, 4), ("cuda", 2, 2), ("cuda", 0, 0), ("cpu", 5, 0)])
+def test_only_a_host_that_runs_ahead_needs_a_lead(device: str, warmup: int, lead: int) -> None:
+    assert lead_steps(torch.device(device), warmup) == lead
 
 
 def test_a_parameter_that_takes_no_part_has_no_row() -> None:

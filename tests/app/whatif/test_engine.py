@@ -111,6 +111,14 @@ def test_eager_legs_time_the_same_training_steps_as_compiled_ones() -> None:
     assert eager.warmup + 2 == compiled.warmup + 4  # first steps: two eager, four compiled (cold and warm)
 
 
+def test_legs_find_what_their_own_arm_compiled_in_the_same_what_if() -> None:
+    whatif = ask("sgd")
+    salts = {(w, a, r): leg_spec(whatif, a, r, w).cache_salt for w in "xy" for a in whatif.arms() for r in (0, 1, 2)}
+    assert all(salt for salt in salts.values())
+    assert {salts[w, a, 0] == salts[w, a, r] for w, a, r in salts} == {True}
+    assert len({salts[w, a, 0] for w, a, _ in salts}) == 2 * len(whatif.arms())
+
+
 def test_events_come_in_order_with_predictions_before_any_variant() -> None:
     told: list[events.WhatIfEvent] = []
     run(ask("sgd"), slower(), told)
