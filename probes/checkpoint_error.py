@@ -98,7 +98,7 @@ def codec_errors(state: Mapping[str, Any], policy: Policy, rank: int, mode: str,
     from costlab.kernels.codec.codecs import decode, encode
     from costlab.kernels.codec.gate import first_update_error
     from costlab.kernels.codec.policy import classify
-    from costlab.kernels.codec.table import codec_table, paired_moments
+    from costlab.kernels.codec.table import CODED, codec_table, paired_moments
 
     held = dict(sample(state))
     adam = _adam(state)
@@ -106,8 +106,8 @@ def codec_errors(state: Mapping[str, Any], policy: Policy, rank: int, mode: str,
     rows = []
     for kind in dict.fromkeys(classify(n, tuple(t.shape), t.dtype) for n, t in held.items()):
         choice = policy.choices.get(kind)
-        if choice is not None:
-            rows += [r for r in codec_table(held, (choice,), adam, timing) if r.tensor_class is kind]
+        if choice is not None and kind in CODED:
+            rows += codec_table(held, (choice,), adam, timing, [kind])
     restored = {n: decode(encode(t, choices[n])) for n, t in held.items() if n.endswith(("exp_avg", "exp_avg_sq"))}
     error = first_update_error(paired_moments(held, restored), adam)
     table = [
@@ -122,25 +122,28 @@ def codec_errors(state: Mapping[str, Any], policy: Policy, rank: int, mode: str,
 
 
 def sample(state: Mapping[str, Any], limit: int | None = None) -> Iterator[tuple[str, Tensor]]:
-    """Leading rows of every tensor, as many bytes of each within a class, `limit` or SAMPLE_BYTES together; steps too.
+    """Leading rows of every tensor, `limit` or SAMPLE_BYTES of a class; steps too.
 
-    Both moments of a parameter are cut alike. At least 16 rows are taken, a block's height.
+    Half of that is for the largest tensor, whose coding is timed, the rest for all in equal shares. Both moments of a
+    parameter are cut alike. At least 16 rows are taken, a block's height.
     """
     import torch
 
     from costlab.kernels.codec.policy import TensorClass, classify
 
-    tensors = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
-    kinds = {n: classify(n, tuple(t.shape), t.dtype) for n, t in tensors.items() if not n.endswith(".step")}
+    tensors = {name: states.local(value) for name, value in state.items() if isinstance(value, torch.Tensor)}
+    kinds = {n: classify(n, tuple(state[n].shape), t.dtype) for n, t in tensors.items() if not n.endswith(".step")}
     counts = Counter(kinds.values())
-    for name, value in tensors.items():
-        tensor, kind = states.local(value), kinds.get(name)
+    largest = {kind: max((n for n in kinds if kinds[n] is kind), key=lambda n: tensors[n].nbytes) for kind in counts}
+    for name, tensor in tensors.items():
+        kind = kinds.get(name)
         if kind is None:
             yield name, tensor
         elif kind is not TensorClass.EXACT and tensor.numel():
-            together = SAMPLE_BYTES.get(tensor.device.type, SAMPLE_BYTES["cpu"]) if limit is None else limit
+            half = (SAMPLE_BYTES.get(tensor.device.type, SAMPLE_BYTES["cpu"]) if limit is None else limit) // 2
+            share = half // counts[kind] + (half if largest[kind] == name else 0)
             row = tensor[:1].numel() * tensor.element_size()
-            yield name, tensor[: max(together // counts[kind] // row // 16 * 16, 16)]
+            yield name, tensor[: max(share // row // 16 * 16, 16)]
 
 
 def _adam(state: Mapping[str, Any]) -> Any:

@@ -28,6 +28,7 @@ CHOICES: tuple[Choice, ...] = (
     Choice(Codec.SQRT_FP8, (16, 16)),
     Choice(Codec.LOG8),
 )
+CODED = (TensorClass.WEIGHT, TensorClass.FIRST_MOMENT, TensorClass.SECOND_MOMENT)
 _SECOND_ONLY = frozenset({Codec.SQRT_FP8, Codec.LOG8})
 
 
@@ -38,8 +39,8 @@ class CodecRow:
     `bits` stored bits a value, everything included; `ratio` original over stored bytes; `rel_l2` and `max_abs`
     over finite values; `flushed` values that were not zero and came back as zero; `zeros` share of zero codes;
     `update_error` relative error of the first resumed Adam update with only this class coded (None for weights
-    or without both moments); `encode_gbs` and `decode_gbs` original bytes over wall time (None when timing is
-    off).
+    or without both moments); `encode_gbs` and `decode_gbs` original bytes over wall time of the class's largest tensor
+    (None when timing is off).
     """
 
     codec: str
@@ -98,8 +99,6 @@ class _Sums:
     norm: float = 0.0
     max_abs: float = 0.0
     flushed: int = 0
-    encode_s: float = 0.0
-    decode_s: float = 0.0
 
     def add(self, tensor: torch.Tensor, coded: Encoded, back: torch.Tensor) -> None:
         self.values += tensor.numel()
@@ -119,13 +118,15 @@ def _row(
     adam: Adam, timing: bool,
 ) -> CodecRow:  # fmt: skip
     sums, restored = _Sums(), {}
+    encode_gbs = decode_gbs = None
+    largest = max(tensors, key=lambda name: tensors[name].nbytes)
     for name, tensor in tensors.items():
         coded = encode(tensor, choice)
         restored[name] = decode(coded)
         sums.add(tensor, coded, restored[name])
-        if timing:
-            sums.encode_s += _timed(tensor, partial(encode, tensor, replace(choice, sparse=False)))
-            sums.decode_s += _timed(tensor, partial(decode, coded))
+        if timing and name == largest:
+            encode_gbs = tensor.nbytes / _timed(tensor, partial(encode, tensor, replace(choice, sparse=False))) / 1e9
+            decode_gbs = tensor.nbytes / _timed(tensor, partial(decode, coded)) / 1e9
     error = first_update_error(paired_moments(state, restored), adam)
     return CodecRow(
         codec=choice.label,
@@ -137,8 +138,8 @@ def _row(
         max_abs=sums.max_abs,
         flushed=sums.flushed,
         update_error=None if error is None or kind is TensorClass.WEIGHT else error.overall,
-        encode_gbs=sums.original / sums.encode_s / 1e9 if sums.encode_s else None,
-        decode_gbs=sums.original / sums.decode_s / 1e9 if sums.decode_s else None,
+        encode_gbs=encode_gbs,
+        decode_gbs=decode_gbs,
     )
 
 
@@ -161,6 +162,7 @@ def codec_table(
     choices: Sequence[Choice] = CHOICES,
     adam: Adam | None = None,
     timing: bool = True,
+    classes: Sequence[TensorClass] = CODED,
 ) -> list[CodecRow]:
     """A row for each codec and tensor class of a flat state (names as `classify` reads them); exact tensors are
     left out.
@@ -168,7 +170,7 @@ def codec_table(
     Codecs of the second moment are tried on second moments only. Empty and non-float tensors are skipped.
     """
     rows = []
-    for kind in (TensorClass.WEIGHT, TensorClass.FIRST_MOMENT, TensorClass.SECOND_MOMENT):
+    for kind in classes:
         tensors = {
             n: t
             for n, t in state.items()
