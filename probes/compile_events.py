@@ -18,6 +18,7 @@ from __future__ import annotations
 import re
 import resource
 from collections import Counter
+from pathlib import Path
 from types import TracebackType
 from typing import Literal
 
@@ -25,12 +26,12 @@ from costlab.probes import compile_internals as internals
 from costlab.probes.compile_internals import Break, Compile
 from costlab.probes.memory import Window, device_peaks, host_bytes, host_peaks
 from costlab.probes.records import CompileRow
-from costlab.probes.sources import position, scrub, user_frame
+from costlab.probes.sources import position, scrub, user_frame, wrapped
 
 Run = Literal["cold", "warm"]
 
 _RESUME = re.compile(r"torch_dynamo_resume_in_(.+)_at_(\d+)")
-_IN_GUARD = re.compile(r"#\s*(\S+\.py):(\d+) in ")
+_IN_GUARD = re.compile(r"#\s*(\S+\.py):(\d+) in \S*")
 _LONGEST = 600
 
 
@@ -71,7 +72,8 @@ class CompileEvents:
         self._note_children()
 
     def _on_break(self, event: Break) -> None:
-        self._breaks[clean_reason(event.reason), position(*user_frame(event.stack))] += 1
+        reason = wrapped(clean_reason(event.reason), (file for file, _ in event.stack))
+        self._breaks[reason, position(*user_frame(event.stack))] += 1
 
     def _on_start(self) -> None:
         device = _current_device()
@@ -134,9 +136,11 @@ class CompileEvents:
     def _break_rows(self) -> list[CompileRow]:
         breaks = Counter(self._breaks)
         for c in self._compiles:
-            if c.failure:
-                where = position(c.failure_file, c.failure_line) or self._source(c)
-                breaks[f"not compiled, runs eager: {clean_reason(c.failure)}", where] += 1
+            # A wrapper's hook around the compiled model is a frame of its own, refused by design: no graph is cut.
+            if c.failure and not wrapped("", [c.file]):
+                where = "" if wrapped("", [c.failure_file]) else position(c.failure_file, c.failure_line)
+                reason = wrapped(clean_reason(c.failure), [c.failure_file])
+                breaks[f"not compiled, runs eager: {reason}", where or self._source(c)] += 1
         return [CompileRow(rank=0, kind="break", detail=d, source=s, count=n) for (d, s), n in breaks.items()]
 
     def _recompile_rows(self) -> list[CompileRow]:
@@ -145,7 +149,7 @@ class CompileEvents:
                 rank=0,
                 kind="recompile",
                 name=c.compile_id,
-                detail=_cut(scrub(c.recompile_reason)),
+                detail=clean_guard(c.recompile_reason),
                 source=_guard_source(c) or self._source(c),
                 seconds=c.dynamo_s,
                 count=1,
@@ -198,13 +202,23 @@ def clean_reason(reason: str) -> str:
     return _cut(scrub(f"{head}: {' '.join(rest)}" if rest else head))
 
 
+def clean_guard(reason: str) -> str:
+    """Dynamo's failed guards in one line, without the position and the stack of each."""
+    lines = (line for line in reason.splitlines() if line[:1].strip() and not line.startswith("User stack trace"))
+    guards = (" ".join(_IN_GUARD.sub("", line).split()) for line in lines)
+    return _cut(scrub("; ".join(guards) or "no guard given"))
+
+
 def _cut(text: str) -> str:
     return text if len(text) <= _LONGEST else text[: _LONGEST - 1] + "…"
 
 
 def _guard_source(c: Compile) -> str:
     match = _IN_GUARD.search(c.recompile_reason)
-    return position(match[1], int(match[2])) if match else ""
+    if not match:
+        return ""
+    path = Path(match[1])  # Dynamo cuts long paths in front
+    return position(str(path if path.exists() else path.name), int(match[2]))
 
 
 def _current_device() -> int | None:
@@ -220,8 +234,6 @@ def _waited_children_peak() -> int:
 
 def _living_children_peak() -> int | None:
     """Largest VmHWM among living descendants, bytes."""
-    from pathlib import Path
-
     import psutil
 
     peaks = [host_bytes("VmHWM", Path(f"/proc/{p.pid}/status")) for p in psutil.Process().children(recursive=True)]

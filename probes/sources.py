@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 _ABSOLUTE = re.compile(r"(?<![\w.:/\\-])/(?:[\w.+@~-]+/)*[\w.+@~-]+")
 _GENERATED = re.compile(r"<eval_with_key>\S* from (.+):(\d+) in .*", re.S)  # the "file" of torch.fx's generated code
 _PACKAGES = ("site-packages/", "dist-packages/")
+_WRAPPERS = {"torch/distributed/fsdp/": "FSDP", "torch/nn/parallel/distributed.py": "DDP"}
+_DISABLING = re.compile(r"`disable` in file `\S*_dynamo/decorators\.py`")
+OWN_HOOKS = "hooks of its own, which are not compiled"
 
 
 def shorten(path: str, cwd: Path | None = None) -> str:
@@ -35,6 +39,16 @@ def position(path: str, line: int, cwd: Path | None = None) -> str:
 def scrub(text: str, cwd: Path | None = None) -> str:
     """Replace absolute paths inside a message by their short form."""
     return _ABSOLUTE.sub(lambda m: shorten(m.group(0), cwd), text)
+
+
+def wrapped(reason: str, files: Iterable[str]) -> str:
+    """A graph break's reason; the sharding wrapper's doing where one of its files is in the stack.
+
+    Without a stack its words tell: nobody but such hooks calls torch's `disable` where it is traced.
+    """
+    named = (name for file in files for part, name in _WRAPPERS.items() if part in file)
+    wrapper = next(named, "A wrapper of the layers" if _DISABLING.search(reason) else "")
+    return f"{wrapper} runs {OWN_HOOKS}" if wrapper else reason
 
 
 def user_frame(stack: tuple[tuple[str, int], ...]) -> tuple[str, int]:

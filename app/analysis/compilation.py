@@ -14,6 +14,7 @@ EAGER = "the run was eager: nothing was compiled"
 OUTCOMES = ("hit", "miss", "bypass")
 # Wall times of whole steps or of all of compilation; not phases of it.
 WHOLE = ("total", "first step", "second step")
+_NUMBER = r"\d+(\.\d+)?(e[+-]?\d+)?"
 
 
 def compile_view(
@@ -77,7 +78,10 @@ def _graphs(rows: pd.DataFrame) -> list[GraphView]:
 
 
 def _events(rows: pd.DataFrame, kind: str) -> list[BreakView]:
-    """Breaks or recompiles, the same ones together; counts are those of the rank that had most."""
+    """Breaks or recompiles, the same ones together; counts are those of the rank that had most.
+
+    The same are those of one line whose texts differ between ranks by numbers only, such as a guard on a value.
+    """
     chosen = _of_run(rows[rows.kind == kind], "cold")
     if chosen.empty:
         return []
@@ -85,7 +89,10 @@ def _events(rows: pd.DataFrame, kind: str) -> list[BreakView]:
     per_rank = times.groupby(["detail", "source", "rank"], sort=False, as_index=False).agg(
         {"times": "sum", "name": "first", "seconds": total}
     )
-    worst = per_rank.sort_values("times", ascending=False, kind="stable").drop_duplicates(["detail", "source"])
+    per_rank["alike"] = per_rank.detail.str.replace(_NUMBER, "#", regex=True)
+    ranks = per_rank.groupby(["alike", "source", "rank"], sort=False, as_index=False).agg({"times": "sum"})
+    most = ranks.sort_values("times", ascending=False, kind="stable").drop_duplicates(["alike", "source"])
+    worst = per_rank.merge(most[["alike", "source", "rank"]]).sort_values("times", ascending=False, kind="stable")
     return [
         BreakView(
             reason=str(r["detail"]),

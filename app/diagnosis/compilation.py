@@ -5,6 +5,7 @@ from __future__ import annotations
 from costlab.app.analysis.views import BreakView, CacheView, Finding
 from costlab.app.diagnosis.rule import Context
 from costlab.app.figures import ms, seconds
+from costlab.probes.sources import OWN_HOOKS
 
 MOST = 3  # findings of one rule
 AMORTISED_SHARE = 0.02
@@ -41,6 +42,7 @@ def graph_breaks(context: Context) -> list[Finding]:
 
 
 def _graph_break(context: Context, item: BreakView, count: int) -> Finding:
+    sharded_inside = OWN_HOOKS in item.reason
     return context.finding(
         "graph-break",
         f"The graph breaks{f' at {item.source}' if item.source else ''}: {item.reason or 'no reason recorded'}",
@@ -49,9 +51,12 @@ def _graph_break(context: Context, item: BreakView, count: int) -> Finding:
             + (f" in frame {item.compile_id}" if item.compile_id else ""),
             f"{count} different breaks in all, the first {MOST} are shown" if count > MOST else "",
         ],
-        "Move that call out of the compiled function, or replace it by one that can be traced: no print, .item(), "
+        "Compile the blocks before they are sharded instead of the whole model: the hooks then lie between graphs."
+        if sharded_inside
+        else "Move that call out of the compiled function, or replace it by one that can be traced: no print, .item(), "
         "data-dependent branch or unsupported library call inside a block.",
         severity="medium",
+        proves="--compile block" if sharded_inside else "",
         how="not modelled: tensors that cross the break are counted with the fusion losses",
         where=item.source,
     )

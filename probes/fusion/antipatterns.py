@@ -15,6 +15,7 @@ from costlab.probes.fusion import fqn
 from costlab.probes.fusion.facts import FxNode, GraphFacts
 from costlab.probes.fusion.model import AntiPattern, GraphBreak, GraphSpan
 from costlab.probes.fusion.traffic import TrafficModel
+from costlab.probes.sources import OWN_HOOKS
 
 LOOP_LENGTH = 8  # equal operators on as many inputs from one line count as a loop over parameters
 
@@ -69,6 +70,10 @@ KINDS: dict[str, Kind] = {
         "use torch.where or torch.cond, or decide outside the compiled region",
     ),
     "print": Kind("printing or logging inside the compiled region", "remove it, or print outside the step"),
+    "sharding_hook": Kind(
+        "the model is sharded inside what is compiled, and the hooks between its layers cut the graph",
+        "compile the layers before sharding them (--compile block)",
+    ),
     "graph_break": Kind("the compiler cannot trace this line", "replace the call, or move it out of the layer"),
     "per_parameter_loop": Kind(
         "one small kernel runs per tensor of a list", "use torch._foreach_* functions or a fused optimizer"
@@ -89,6 +94,7 @@ _BY_CAUSE = {
     "opaque_op": "opaque_op",
 }
 _BY_REASON: tuple[tuple[str, str], ...] = (
+    (OWN_HOOKS, "sharding_hook"),
     (r"fake (impl|kernel|tensor)|meta kernel|register_fake|operator does not support", "op_without_fake"),
     (r"\.item\(\)|Tensor\.item|\.tolist|_local_scalar_dense|capture_scalar_outputs", "item"),
     (r"data.dependent|branching|generic_jump|dynamic shape operator", "data_dependent"),

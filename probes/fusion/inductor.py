@@ -32,6 +32,7 @@ from costlab.probes.fusion.facts import GraphFacts, Rejection
 from costlab.probes.fusion.model import FusionTrace, GraphBreak
 from costlab.probes.fusion.sources import Sources
 from costlab.probes.fusion.trace import build
+from costlab.probes.sources import user_frame, wrapped
 
 T = TypeVar("T")
 
@@ -414,8 +415,11 @@ class FusionCollector:
         new = reasons[self._breaks_before :] if len(reasons) >= self._breaks_before else reasons
         found: dict[tuple[str, tuple[str, ...]], GraphBreak] = {}
         for item in new:
-            frames = tuple(f"{PurePath(f.filename).name}:{f.lineno}" for f in item.user_stack)
-            known = found.setdefault((item.reason, frames), GraphBreak(reason=item.reason, frames=list(frames)))
+            stack = tuple((f.filename, int(f.lineno or 0)) for f in item.user_stack)
+            frames = tuple(f"{PurePath(file).name}:{line}" for file, line in stack)
+            own = frames[stack.index(user_frame(stack))] if stack else ""
+            reason = wrapped(item.reason, (file for file, _ in stack))
+            known = found.setdefault((reason, frames), GraphBreak(reason=reason, frames=list(frames), own=own))
             known.count += 1
         return list(found.values()) + self._skipped(utils.counters.get("unimplemented", {}))
 
@@ -428,7 +432,7 @@ class FusionCollector:
                 continue
             place = (PurePath(skipped.group(1)).name, int(skipped.group(2)))
             layer = self._codes.get(place, "")
-            found.append(GraphBreak(reason, [f"{place[0]}:{place[1]}"], count, layer, skipped=True))
+            found.append(GraphBreak(wrapped(reason, []), [f"{place[0]}:{place[1]}"], count, layer, skipped=True))
         return found
 
     def trace(self) -> FusionTrace:

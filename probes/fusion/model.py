@@ -90,11 +90,12 @@ class GraphBreak:
     count: int = 0
     layer: str = ""  # FQN of the module whose frame was cut, where it can be told
     skipped: bool = False  # the whole frame runs eagerly; `frames` is where its function begins
+    own: str = ""  # the innermost of `frames` that is the user's own code, where it is known
 
     @property
     def source(self) -> str:
         """The innermost line of the user's code."""
-        return self.frames[-1] if self.frames else ""
+        return self.own or (self.frames[-1] if self.frames else "")
 
 
 @dataclass(slots=True)

@@ -111,6 +111,7 @@ def scenario(whole: bool, rank: int, out: Path) -> dict[str, Any]:
         "launch_ms": sum(x.dur for x in measured.launches) / STEPS / 1e3,
         "graphs": [(g.compile_id, g.phase, g.root) for g in trace.graphs],
         "errors": trace.errors,
+        "patterns": [(p.kind, p.layer, p.source, p.text) for p in trace.antipatterns],
     }
 
 

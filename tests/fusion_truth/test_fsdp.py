@@ -125,3 +125,10 @@ def test_ranks_share_the_trace_and_its_shape(ranks: list[dict[str, Any]]) -> Non
     assert not {s["span_id"] for s in first} & {s["span_id"] for s in second}
     compiled = [{(s["phase"], s["layer"], s["name"]) for s in x if s["compile_id"]} for x in (first, second)]
     assert compiled[0] == compiled[1]
+
+
+def test_what_shards_within_the_compiled_model_is_told_apart_from_the_users_code(ranks: list[dict[str, Any]]) -> None:
+    assert ranks[0]["block"]["patterns"] == []
+    ((kind, _, source, _),) = ranks[0]["whole"]["patterns"]
+    assert kind == "sharding_hook"
+    assert source.startswith("fsdp_ranks.py:")

@@ -15,7 +15,7 @@ import torch._dynamo
 import torch._dynamo.utils
 
 from costlab.probes import compile_internals as internals
-from costlab.probes.compile_events import CompileEvents, clean_reason, function_name
+from costlab.probes.compile_events import CompileEvents, clean_guard, clean_reason, function_name
 from costlab.probes.records import CompileRow
 from costlab.probes.sources import scrub, shorten, user_frame
 
@@ -213,6 +213,18 @@ def test_reasons_in_one_line() -> None:
     assert clean_reason("generic_jump TensorVariable()") == "generic_jump TensorVariable()"
     assert clean_reason("\n") == "no reason given"
     assert len(clean_reason("x" * 5000)) == 600
+
+
+def test_guards_in_one_line() -> None:
+    raw = (
+        "2/1: x == 4.5                    # if x > 1:  # home/me/model.py:11 in forward\nUser stack trace:\n"
+        '  File "model.py", line 11, in forward\n    if x > 1:\n'
+        "2/0: tensor 'y' size mismatch at index 0. expected 8, actual 9"
+    )
+    assert (
+        clean_guard(raw) == "2/1: x == 4.5 # if x > 1:; 2/0: tensor 'y' size mismatch at index 0. expected 8, actual 9"
+    )
+    assert clean_guard("\n") == "no guard given"
 
 
 def test_function_names() -> None:

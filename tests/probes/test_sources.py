@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from costlab.probes.sources import position, scrub, shorten
+from costlab.probes.sources import OWN_HOOKS, position, scrub, shorten, wrapped
 
 CWD = Path("/srv/me/project")
 
@@ -29,6 +29,16 @@ CWD = Path("/srv/me/project")
 )
 def test_positions_are_short(path: str, line: int, shown: str) -> None:
     assert position(path, line, CWD) == shown
+
+
+def test_a_break_in_a_wrappers_hook_is_the_wrappers() -> None:
+    fsdp = "/v/lib/python3.11/site-packages/torch/distributed/fsdp/_fully_shard/_fsdp_state.py"
+    assert wrapped("print", ["/home/me/m.py"]) == "print"
+    assert wrapped("print", []) == "print"
+    assert wrapped("skipped", ["/home/me/m.py", fsdp]) == f"FSDP runs {OWN_HOOKS}"
+    assert wrapped("x", ["/v/torch/nn/parallel/distributed.py"]) == f"DDP runs {OWN_HOOKS}"
+    without_stack = "the function `disable` in file `/v/torch/_dynamo/decorators.py` should not be traced"
+    assert OWN_HOOKS in wrapped(without_stack, [])
 
 
 @pytest.mark.parametrize(

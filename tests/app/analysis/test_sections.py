@@ -180,6 +180,24 @@ def test_breaks_and_recompiles_are_counted_once_over_ranks() -> None:
     assert [(r.reason, r.count, r.seconds, r.compile_id) for r in view.recompiles] == [("size", 2, 3.0, "0/1")]
 
 
+def test_what_differs_between_ranks_by_a_number_is_one_recompile() -> None:
+    view = compiled(
+        event("recompile", rank=0, name="2/1", detail="2/0: x == 4.5 # if x > 1:", source="m.py:3", seconds=1.0),
+        *(
+            event(
+                "recompile", rank=1, name=f"2/{n}", detail=f"2/0: x == {n}.25 # if x > 1:", source="m.py:3", seconds=1.0
+            )
+            for n in (1, 2)
+        ),
+        event("recompile", rank=0, name="3/1", detail="3/0: y is None", source="m.py:9"),
+    )
+    assert [(r.reason, r.source, r.count) for r in view.recompiles] == [
+        ("2/0: x == 1.25 # if x > 1:", "m.py:3", 1),
+        ("2/0: x == 2.25 # if x > 1:", "m.py:3", 1),
+        ("3/0: y is None", "m.py:9", 1),
+    ]
+
+
 def test_caches_are_three_counts_per_rank_and_run() -> None:
     view = compiled(
         event("cache", name="fx_graph", detail="hit", count=3),

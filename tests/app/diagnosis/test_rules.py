@@ -19,6 +19,7 @@ from costlab.app.analysis.views import (
     StepsView,
 )
 from costlab.app.diagnosis import RULES, diagnose
+from costlab.probes.sources import OWN_HOOKS
 from costlab.probes.spec import RunSpec
 from tests.app.diagnosis.reports import (
     checkpoint,
@@ -305,6 +306,13 @@ def test_autotuning_is_offered_only_where_it_may_help() -> None:
     assert found("missed-fusion", healthy(fusion=copies, spec={"fused": True}))[0].proves == ""
     done = healthy(fusion=loops, spec={"compile_mode": "max-autotune-no-cudagraphs"})
     assert found("missed-fusion", done)[0].proves == "--fused"
+
+
+def test_breaks_by_sharding_inside_the_compiled_model_have_a_mend_of_their_own() -> None:
+    breaks = [BreakView(reason=r, source="m.py:1") for r in ("print", f"FSDP runs {OWN_HOOKS}")]
+    users, wrappers = found("graph-break", healthy(compile=compiled(breaks=breaks)))
+    assert users.proves == "" and "print" in users.action
+    assert wrappers.proves == "--compile block" and "sharded" in wrappers.action
 
 
 def test_lists_of_findings_are_short() -> None:
