@@ -17,6 +17,8 @@ KINDS = {
     "spec": "change the option that is named",
     "compile": "run again with --compile none to see whether the eager model works, or with --dynamic off if it is"
     " symbolic shapes that the compiler stumbles over",
+    "dtype": "run again with --dtype fp32, or convert what meets in the operator at the end of the traceback: it takes"
+    " one element type only, on a CPU more often than on a GPU",
     "illegal-address": "a kernel wrote out of bounds: CUDA_LAUNCH_BLOCKING=1 names it",
     "segfault": "a native library crashed: the log tail shows the last Python frames",
     "killed": "something outside costlab killed the process",
@@ -39,6 +41,7 @@ def classify(type_name: str, message: str) -> str:
         (r"DistBackendError|NCCL|ncclUnhandled|[Gg]loo|Connection (closed|reset)|DistNetworkError", "communication"),
         (r"illegal memory access|CUDA error|device-side assert", "illegal-address"),
         (r"No space left on device|Errno 28|Disk quota", "disk"),
+        (r"expected scalar type \w+ but found|to have (the )?same dtype|must have the same dtype|mixed dtype", "dtype"),
         (r"torch\._dynamo|torch\._inductor|BackendCompilerFailed|Inductor|CppCompileError", "compile"),
     )
     return next((kind for pattern, kind in tests if re.search(pattern, text)), "error")

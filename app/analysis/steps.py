@@ -28,6 +28,7 @@ def steps_view(steps: pd.DataFrame, facts: WorkloadFacts, ranks: int) -> StepsVi
     profiled = slowest(steps, "profiled")
     losses = steps[steps.loss.notna()].sort_values(["rank", "step"], kind="stable")
     losses = losses[losses["rank"] == losses["rank"].min()]
+    bad = without_loss(steps)
     return StepsView(
         step_ms=step,
         p10_ms=quantile(series, 0.1),
@@ -40,10 +41,18 @@ def steps_view(steps: pd.DataFrame, facts: WorkloadFacts, ranks: int) -> StepsVi
         profiled_ms=quantile(profiled, 0.5) if profiled else None,
         loss_first=real(losses.loss.iloc[0]) if len(losses) else None,
         loss_last=real(losses.loss.iloc[-1]) if len(losses) else None,
+        loss_bad=len(bad),
+        loss_bad_from=bad[0] if bad else None,
         peak_tflops=_machine(facts.peak_tflops, "TFLOP/s", facts.peak_method or "matrix product on one device"),
         profiled_only=role == "profiled",
         copy_gbps=_machine(facts.copy_gbps, "GB/s", "device copy on one device, bytes read plus bytes written"),
     )
+
+
+def without_loss(steps: pd.DataFrame) -> list[int]:
+    """Timed steps whose loss is not a finite number on some rank; a run records one for each."""
+    timed = steps[steps.role == "timed"]
+    return sorted({int(n) for n, loss in zip(timed.step, timed.loss, strict=True) if real(loss) is None})
 
 
 def slowest(steps: pd.DataFrame, role: str) -> list[float]:

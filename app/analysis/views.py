@@ -71,6 +71,8 @@ class StepsView(View, frozen=True, kw_only=True):
     profiled_ms: float | None = None  # median of profiled steps, for the profiler's cost
     loss_first: float | None = None
     loss_last: float | None = None
+    loss_bad: int = 0  # timed steps in which some rank's loss was infinite or not a number
+    loss_bad_from: int | None = None  # the first of them
     peak_tflops: Figure | None = None
     copy_gbps: Figure | None = None
     profiled_only: bool = False  # no unprofiled step was recorded: times include the profiler's own cost

@@ -27,6 +27,29 @@ def trace(context: Context) -> list[Finding]:
     ]
 
 
+def loss(context: Context) -> list[Finding]:
+    """Some timed step had no finite loss."""
+    steps = context.report.steps
+    if steps is None or not steps.loss_bad:
+        return []
+    reduced = context.report.run.dtype == "bf16"
+    return [
+        context.finding(
+            "loss-not-finite",
+            f"The loss is not a finite number in {steps.loss_bad} of {len(steps.series_ms)} timed steps",
+            [
+                f"first in timed step {steps.loss_bad_from}",
+                "times stay true, but they are of a training that has failed",
+            ],
+            "Look for a bad batch, too high a learning rate (--lr), a logarithm or division that meets zero, or a "
+            "range that 16 bits do not have.",
+            severity="high",
+            source="measured",
+            proves="--dtype fp32" if reduced else "",
+        )
+    ]
+
+
 def profiler(context: Context) -> list[Finding]:
     """Profiled steps are at least half as long again as plain ones."""
     steps = context.report.steps

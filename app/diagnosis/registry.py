@@ -39,11 +39,14 @@ RULES: dict[str, Rule] = {
     "memory-full": memory.tight,
     "recompute-unneeded": memory.recompute,
     "low-precision": precision.full_precision,
+    "loss-not-finite": quality.loss,
     "trace-quality": quality.trace,
     "profiler-cost": quality.profiler,
     "unsteady-steps": quality.unsteady,
 }
 
+# What makes the run itself worthless stands before all that could be saved.
+_FIRST = frozenset({"loss-not-finite", "checkpoint-damaged"})
 # Where a finding without a modelled saving stands among the others: as if it saved this share of the step.
 _ASSUMED = {"high": 0.05, "medium": 0.01, "low": 0.001, "info": 0.0}
 
@@ -59,6 +62,6 @@ def diagnose(report: RunReport, note: Callable[[str], None] = lambda _: None) ->
     return sorted(found, key=_rank)
 
 
-def _rank(finding: Finding) -> tuple[float, str]:
+def _rank(finding: Finding) -> tuple[bool, float, str]:
     known = finding.saves_share
-    return -(_ASSUMED[finding.severity] if known is None else known), finding.id
+    return finding.id not in _FIRST, -(_ASSUMED[finding.severity] if known is None else known), finding.id

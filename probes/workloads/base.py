@@ -79,9 +79,18 @@ def find_blocks(model: nn.Module) -> list[str]:
             continue
         covered.append(name)
         chosen += [f"{name}.{child}" if name else child for child, m in module.named_children() if any_parameters(m)]
-    if not chosen:
-        chosen = [name for name, m in model.named_children() if any_parameters(m)]
-    return sorted(chosen, key=_natural)
+    return sorted(chosen or _called_children(model), key=_natural)
+
+
+def _called_children(module: nn.Module, prefix: str = "") -> list[str]:
+    """FQNs of the direct children with parameters; in place of a list, which cannot be called, what it holds."""
+    found = []
+    for name, child in module.named_children():
+        if isinstance(child, nn.ModuleList | nn.ModuleDict):
+            found += _called_children(child, f"{prefix}{name}.")
+        elif any_parameters(child):
+            found.append(f"{prefix}{name}")
+    return found
 
 
 def any_parameters(module: nn.Module) -> bool:
@@ -91,10 +100,15 @@ def any_parameters(module: nn.Module) -> bool:
 
 def _is_repetition(module: nn.Module) -> bool:
     children = [m for m in module.children() if any_parameters(m)]
-    if children and all(isinstance(m, nn.ModuleList | nn.Sequential) for m in children):
+    if children and all(isinstance(m, nn.ModuleList | nn.Sequential) and _holds_blocks(m) for m in children):
         return False  # a list of stages: the blocks are one level further down
     types = Counter(type(m).__name__ for m in children)
     return bool(types) and types.most_common(1)[0][1] >= 2
+
+
+def _holds_blocks(module: nn.Module) -> bool:
+    """Whether a child with parameters is made of others; a sequence of plain layers is a block itself."""
+    return any(any_parameters(m) and next(m.children(), None) is not None for m in module.children())
 
 
 def _natural(name: str) -> list[tuple[int, str | int]]:
@@ -121,6 +135,8 @@ def coerce(result: object, where: str) -> Workload:
     model, batches, loss = result
     if not isinstance(model, nn.Module):
         raise WorkloadError(f"{where}: the first value must be a torch.nn.Module, got {type(model).__name__}")
+    if not any(p.requires_grad for p in model.parameters()):
+        raise WorkloadError(f"{where}: the model has no parameter that can be trained")
     if not callable(loss):
         raise WorkloadError(
             f"{where}: the third value must be a function loss(model, batch), got {type(loss).__name__}"

@@ -34,6 +34,17 @@ def timed(per_rank: Sequence[Sequence[float]], role: str = "timed") -> list[Step
     ]
 
 
+def test_losses_that_are_no_numbers_are_counted_by_step() -> None:
+    rows = timed([[100] * 4, [100] * 4])
+    rows[1].loss, rows[6].loss, rows[5].loss = math.nan, math.inf, math.nan
+    view = steps_view(frame(StepRow, [*rows, StepRow(rank=0, step=9, role="control", ms=1.0)]), FACTS, 2)
+    assert view is not None
+    assert (view.loss_bad, view.loss_bad_from) == (2, 1)
+    sound = steps_view(frame(StepRow, timed([[100, 110]])), FACTS, 1)
+    assert sound is not None
+    assert (sound.loss_bad, sound.loss_bad_from) == (0, None)
+
+
 def test_a_step_is_as_long_as_on_its_slowest_rank() -> None:
     view = steps_view(frame(StepRow, timed([[100, 110, 100], [105, 100, 101]])), FACTS, 2)
     assert view is not None

@@ -123,6 +123,10 @@ CASES: dict[str, tuple[RunReport, RunReport]] = {  # rule -> fires, just does no
         healthy(memory=memory(39.0), spec={"recompute": "block"}),
     ),
     "low-precision": (healthy(run__dtype="fp32"), healthy(run__dtype="fp32", run__device="cpu")),
+    "loss-not-finite": (
+        healthy(steps=StepsView(step_ms=figure(100.0), series_ms=[100.0] * 9, loss_bad=1, loss_bad_from=8)),
+        healthy(steps=StepsView(step_ms=figure(100.0), series_ms=[100.0] * 9)),
+    ),
     "trace-quality": (
         healthy(fusion=fusion(quality=figure(0.89, "fraction"))),
         healthy(fusion=fusion(quality=figure(0.9, "fraction"))),

@@ -1,0 +1,76 @@
+"""What a user's file may hold: which modules are blocks, and what cannot be trained."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from costlab.probes.workloads.base import WorkloadError, coerce, find_blocks
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(8, 24), nn.Linear(8, 8)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention, self.norm = Attention(), nn.LayerNorm(8)
+
+
+def perceptron() -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8))
+
+
+def holding(**children: nn.Module) -> nn.Module:
+    model = nn.Module()
+    for name, child in children.items():
+        model.add_module(name, child)
+    return model
+
+
+CASES: dict[str, tuple[Callable[[], nn.Module], list[str]]] = {
+    "layers of a transformer": (
+        lambda: holding(embedding=nn.Embedding(4, 8), layers=nn.ModuleList(Block() for _ in range(11))),
+        [f"layers.{i}" for i in range(11)],
+    ),
+    "sequences of plain layers": (
+        lambda: holding(blocks=nn.ModuleList(perceptron() for _ in range(3)), norm=nn.BatchNorm1d(8)),
+        [f"blocks.{i}" for i in range(3)],
+    ),
+    "sequences with one layer that trains": (
+        lambda: holding(blocks=nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(3))),
+        [f"blocks.{i}" for i in range(3)],
+    ),
+    "stages of blocks": (
+        lambda: nn.Sequential(*(nn.Sequential(Block(), Block()) for _ in range(2))),
+        ["0.0", "0.1", "1.0", "1.1"],
+    ),
+    "one sequence": (perceptron, ["0", "2"]),
+    "a dictionary": (lambda: holding(towers=nn.ModuleDict({"a": Block(), "b": Block()})), ["towers.a", "towers.b"]),
+    "nothing that repeats": (lambda: holding(one=nn.Linear(8, 8), two=Block()), ["one", "two"]),
+    "a list that does not repeat": (
+        lambda: holding(parts=nn.ModuleList([nn.Linear(8, 8), Block()]), head=nn.Linear(8, 8)),
+        ["head", "parts.0", "parts.1"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_blocks_are_what_repeats_and_can_be_called(name: str) -> None:
+    make, blocks = CASES[name]
+    model = make()
+    found = find_blocks(model)
+    assert found == blocks
+    assert not any(isinstance(model.get_submodule(b), nn.ModuleList | nn.ModuleDict) for b in found)
+
+
+@pytest.mark.parametrize("model", [nn.ReLU(), nn.Linear(2, 2).requires_grad_(False)])
+def test_a_model_that_cannot_be_trained_is_refused(model: nn.Module) -> None:
+    with pytest.raises(WorkloadError, match="here: the model has no parameter that can be trained"):
+        coerce((model, [torch.ones(2, 2)], lambda m, b: m(b).sum()), "here")
