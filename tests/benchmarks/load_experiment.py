@@ -23,6 +23,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -36,6 +37,7 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 
 from common import result
+from load_aio import Reads
 from load_standin import without_gpu
 from load_timeline import measure_timeline
 
@@ -47,6 +49,7 @@ from costlab.kernels.codec.pipeline import AsyncCheckpointer
 
 GB, MIB = 1e9, 1 << 20
 SMALL = 256 << 10
+DEPTH = 2  # reads under way in a lane
 Plan = list[tuple[int, int, list[tuple[int, int, int]]]]
 now = time.perf_counter
 
@@ -304,11 +307,63 @@ def measure_reads(experiment: Experiment) -> None:
     experiment.add("  the bus meanwhile", 16 * pinned.nbytes / statistics.median(bus[1:]) / GB, "GB/s", n)
 
 
+class OneThread:
+    """A load that one thread of Python drives, while the C library's threads read (see load_aio.py)."""
+
+    def __init__(self, experiment: Experiment, plan: Plan, lanes: int, piece: int, spare: int = 8) -> None:
+        self._plan, self._lanes = plan, lanes
+        self._descriptor = experiment.jobs[0].container._fd
+        self._copies = Copies(experiment.device)
+        self._copies.enter()
+        count = DEPTH * lanes + spare
+        assert count * piece <= experiment.pinned.nbytes
+        self._ready = [(experiment.pinned.data_ptr() + i * piece, self._copies.event()) for i in range(count)]
+        self._flying: deque[tuple[int, Any]] = deque()
+
+    def load(self) -> None:
+        """Read all pieces, and copy them."""
+        reads, left, copies = Reads(self._descriptor, self._lanes, DEPTH), iter(self._plan), self._copies
+        piece = next(left, None)
+        try:
+            while piece is not None or len(reads):
+                while piece is not None and not reads.full:
+                    buffer = self._buffer()
+                    reads.begin(buffer[0], piece[1], piece[0], (piece, buffer))
+                    piece = next(left, None)
+                for (_, _, parts), (address, event) in reads.done():  # type: ignore[misc]
+                    for target, at, size in parts:
+                        copies.enqueue(target, address + at, size)
+                    copies.record(event)
+                    self._flying.append((address, event))
+        finally:
+            reads.close()
+        copies.stream.synchronize()
+
+    def _buffer(self) -> tuple[int, Any]:
+        """The one whose copies were done last, else the next whose copies will be."""
+        while self._flying and self._copies.done(self._flying[0][1]):
+            self._ready.append(self._flying.popleft())
+        if self._ready:
+            return self._ready.pop()
+        buffer = self._flying.popleft()
+        self._copies.wait(buffer[1])
+        return buffer
+
+
+def one_thread_speed(experiment: Experiment, metric: str, base: int | None, lanes: int, piece: int) -> None:
+    """One such variant."""
+    driven = OneThread(experiment, plan_of(experiment, piece * MIB, base), lanes, piece * MIB)
+    experiment.speed(metric, driven.load)
+
+
 def measure_raw(experiment: Experiment) -> None:
     """What the same work attains without the product's code."""
     length = experiment.jobs[-1].entry.offset + experiment.jobs[-1].entry.length - experiment.jobs[0].entry.offset
     one = torch.empty(length, dtype=torch.uint8, device=experiment.device)
     base = one.data_ptr()
+    for lanes, piece in ((16, 4), (16, 2), (16, 8), (12, 4), (24, 4)):
+        one_thread_speed(experiment, f"one thread, {lanes} lanes x {piece} MiB, one target", base, lanes, piece)
+    one_thread_speed(experiment, "one thread, 16 lanes x 4 MiB, parts", None, 16, 4)
     raw_speed(experiment, "raw 16 x 16 MiB, one target", base, 16, 16)
     raw_speed(experiment, "raw 16 x 16 MiB, parts", None, 16, 16)
     raw_speed(experiment, "raw 16 x 16 MiB, parts, small ones on another stream", None, 16, 16, apart=True)
