@@ -363,7 +363,6 @@ def measure_raw(experiment: Experiment) -> None:
     base = one.data_ptr()
     for lanes, piece in ((16, 4), (16, 2), (16, 8), (12, 4), (24, 4)):
         one_thread_speed(experiment, f"one thread, {lanes} lanes x {piece} MiB, one target", base, lanes, piece)
-    one_thread_speed(experiment, "one thread, 16 lanes x 4 MiB, parts", None, 16, 4)
     raw_speed(experiment, "raw 16 x 16 MiB, one target", base, 16, 16)
     raw_speed(experiment, "raw 16 x 16 MiB, parts", None, 16, 16)
     raw_speed(experiment, "raw 16 x 16 MiB, parts, small ones on another stream", None, 16, 16, apart=True)
@@ -498,6 +497,8 @@ def run(experiment: Experiment) -> None:
         equal(experiment)
         raw_speed(experiment, "raw 16 x 16 MiB, parts (its bytes are compared)", None, 16, 16)
         experiment.add("raw: bytes are the file's", float(equal(experiment)), "yes = 1")
+        one_thread_speed(experiment, "one thread, 16 lanes x 4 MiB, parts (its bytes are compared)", None, 16, 4)
+        experiment.add("one thread: bytes are the file's", float(equal(experiment)), "yes = 1")
         load_speed(experiment, "loader 16 x 4 MiB, checked (its bytes are compared)", 16, 4, True)
         experiment.add("loader: bytes are the file's", float(equal(experiment)), "yes = 1")
         measure_raw(experiment)
