@@ -8,6 +8,8 @@ from collections.abc import Iterable, Sequence
 from statistics import median
 from typing import Literal
 
+import msgspec
+
 from costlab.app.analysis.frames import total as total_of
 from costlab.app.analysis.frames import whole
 from costlab.app.analysis.layers import status_of
@@ -98,7 +100,7 @@ def compare_reports(a: RunReport, b: RunReport) -> Comparison:
     mismatches = find_mismatches(a, b)
     step = step_change(a, b)
     total = step.change if step else None
-    parts = _parts(a, b, total)
+    parts = _parts(a, b, step)
     return Comparison(
         a=a.run,
         b=b.run,
@@ -106,7 +108,7 @@ def compare_reports(a: RunReport, b: RunReport) -> Comparison:
         mismatches=mismatches,
         options=_options(a, b),
         step=step,
-        headline=_headline(a, b),
+        headline=_headline(a, b, step),
         parts=parts,
         memory=_memory(a, b),
         layers=_layers(a, b, total),
@@ -210,7 +212,7 @@ def _value(item: Figure | None) -> float | None:
     return item.value if item else None
 
 
-def _headline(a: RunReport, b: RunReport) -> list[Change]:
+def _headline(a: RunReport, b: RunReport, step: Change | None) -> list[Change]:
     def pick(r: RunReport) -> dict[str, tuple[Figure | None, bool]]:
         return {
             "throughput": (r.steps.throughput if r.steps else None, True),
@@ -223,23 +225,29 @@ def _headline(a: RunReport, b: RunReport) -> list[Change]:
         }
 
     left, right = pick(a), pick(b)
+    by_step = {"throughput", "MFU", f"cost per 1 M {a.run.unit}"} if step and step.verdict == "same" else set()
     out = []
     for name, (x, more) in left.items():
         y = right[name][0]
         unit = (x or y).unit if (x or y) is not None else ""  # type: ignore[union-attr]
-        out.append(change_of(name, unit, _value(x), _value(y), more_is_better=more))
+        change = change_of(name, unit, _value(x), _value(y), more_is_better=more)
+        told = name not in by_step or change.change is None
+        out.append(change if told else msgspec.structs.replace(change, verdict="same"))
     stall = [r.checkpoint.per_step_ms if r.checkpoint else None for r in (a, b)]
     out.append(change_of("checkpoint stall per step", "ms", *stall))
     return [c for c in out if c.a is not None or c.b is not None]
 
 
-def _parts(a: RunReport, b: RunReport, total: float | None) -> list[Change]:
+def _parts(a: RunReport, b: RunReport, step: Change | None) -> list[Change]:
+    """Parts of the step; what moved by less than the step's own noise counts as the same."""
     left = {p.name: p.ms for p in a.waterfall.parts} if a.waterfall else {}
     right = {p.name: p.ms for p in b.waterfall.parts} if b.waterfall else {}
     if not left or not right:
         return []
     names = [*left, *(n for n in right if n not in left)]
-    floor = _PART_FLOOR * (a.waterfall.step_ms if a.waterfall else 0.0)
+    floor, total = _PART_FLOOR * (a.waterfall.step_ms if a.waterfall else 0.0), step.change if step else None
+    if step and step.low is not None and step.high is not None:
+        floor = max(floor, (step.high - step.low) / 2)
     return [change_of(n, "ms", left.get(n, 0.0), right.get(n, 0.0), total, floor=floor) for n in names]
 
 

@@ -53,6 +53,10 @@ def test_the_same_run_again_is_no_difference() -> None:
     assert c.step.verdict == "same"
     assert c.moved == []
     assert "No difference" in verdict(c)
+    assert {p.verdict for p in c.parts} == {"same"}
+    of_step = [h for h in c.headline if h.name in ("throughput", "MFU") or h.name.startswith("cost")]
+    assert len(of_step) == 3
+    assert {h.verdict for h in of_step} == {"same"}
 
 
 def test_a_difference_of_two_runs_is_said_to_be_of_these_two() -> None:
