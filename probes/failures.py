@@ -47,6 +47,15 @@ def classify(type_name: str, message: str) -> str:
     return next((kind for pattern, kind in tests if re.search(pattern, text)), "error")
 
 
+def advice(kind: str, line: str) -> str:
+    """What to try; `line` is the user's own line under the error, if there is one."""
+    if not line or kind not in ("error", "dtype"):
+        return KINDS.get(kind, KINDS["error"])
+    if kind == "dtype":
+        return f"{KINDS[kind]}; your own line is {line}"
+    return f"look at {line}, the last line of your own code in the traceback"
+
+
 def signal_kind(number: int) -> str:
     """Kind of a death by signal."""
     if number == signal.SIGKILL:

@@ -29,6 +29,7 @@ from costlab.probes.records import (
     StepEvent,
     encode_event,
 )
+from costlab.probes.sources import installed, position
 
 HEARTBEAT_S = 2.0
 EVENTS_FILE = "events.jsonl"
@@ -118,12 +119,22 @@ def as_rank(run_dir: Path, body: Callable[[int, Voice], None]) -> int:
     except Exception as error:  # reported to the launcher, which ends the other ranks
         message = str(error) or type(error).__name__
         kind = failures.classify(f"{type(error).__module__}.{type(error).__name__}", message)
-        voice.fail(kind, f"{type(error).__name__}: {message}" if kind == "error" else message, traceback.format_exc())
+        said = f"{type(error).__name__}: {message}" if kind in ("error", "dtype") else message
+        voice.fail(kind, said, traceback.format_exc(), failures.advice(kind, own_line(error)))
         traceback.print_exc()
         sys.stderr.flush()
         os._exit(1)  # destroying a process group whose peers are stuck would hang here
     voice.finish()
     return 0
+
+
+def own_line(error: BaseException) -> str:
+    """`file.py:line` of the innermost frame of the user's own code under an error, "" if it passed none."""
+    frames = [(f.filename, f.lineno or 0) for f in traceback.extract_tb(error.__traceback__)]
+    root = Path(__file__).resolve().parents[1]
+    others = ("<", *(f"{root / part}{os.sep}" for part in ("app", "kernels", "probes")))
+    own = [f for f in frames if not (installed(f[0]) or f[0].startswith(others))]
+    return position(*own[-1]) if own else ""
 
 
 def die_with_launcher() -> None:

@@ -53,7 +53,7 @@ def wrapped(reason: str, files: Iterable[str]) -> str:
 
 def user_frame(stack: tuple[tuple[str, int], ...]) -> tuple[str, int]:
     """The innermost (file, line) of the user's own code, else of any code but torch's, else the innermost."""
-    own = [f for f in stack if not _installed(f[0])]
+    own = [f for f in stack if not installed(f[0])]
     others = [f for f in stack if "/torch/" not in f[0]]
     for choice in (own, others, list(stack)):
         if choice:
@@ -61,5 +61,6 @@ def user_frame(stack: tuple[tuple[str, int], ...]) -> tuple[str, int]:
     return "", 0
 
 
-def _installed(path: str) -> bool:
+def installed(path: str) -> bool:
+    """Whether a file belongs to an installed package or to Python."""
     return any(m in path for m in _PACKAGES) or (path.startswith(sys.base_prefix) and "/lib/python" in path)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 from torch.nn import functional
 
-from costlab.probes.failures import KINDS, classify
+from costlab.probes.failures import KINDS, advice, classify
+from costlab.probes.session import own_line
+from costlab.probes.workloads.base import WorkloadError, coerce
 
 WIDE, NARROW = torch.ones(1, 1, 3, 3), torch.ones(1, 1, 3, 3, dtype=torch.bfloat16)
 MIXED: list[Callable[[], object]] = [
@@ -26,6 +29,27 @@ def test_operators_that_take_one_element_type_say_so(mix: Callable[[], object]) 
     with pytest.raises(RuntimeError) as caught:
         mix()
     assert classify("RuntimeError", str(caught.value)) == "dtype"
+
+
+def test_the_users_own_line_is_named_where_one_is_in_the_traceback(tmp_path: Path) -> None:
+    file = tmp_path / "my_model.py"
+    file.write_text("import json\n\n\ndef make():\n    return json.loads('{')\n")
+    scope: dict[str, Callable[[], object]] = {}
+    exec(compile(file.read_text(), str(file), "exec"), scope)
+    with pytest.raises(ValueError) as caught:
+        scope["make"]()
+    assert own_line(caught.value) == "my_model.py:5"
+    assert (
+        advice("error", own_line(caught.value))
+        == "look at my_model.py:5, the last line of your own code in the traceback"
+    )
+    assert "my_model.py:5" in advice("dtype", "my_model.py:5") and "--dtype fp32" in advice("dtype", "my_model.py:5")
+    with pytest.raises(WorkloadError) as of_ours:
+        coerce(1, "here")
+    of_ours.value.__traceback__ = of_ours.tb.tb_next
+    assert own_line(of_ours.value) == ""
+    assert advice("error", "") == KINDS["error"]
+    assert advice("disk", "my_model.py:5") == KINDS["disk"]
 
 
 @pytest.mark.parametrize(
