@@ -9,6 +9,7 @@ named in `Hooks.missing` and its figures are left out; nothing here raises into 
 - Start and end of the outermost compile: `CompilationCallbackHandler.run_start_callbacks` / `run_end_callbacks`, for
   the same reason patched on the class instead of registered.
 - Cache counters: `torch._dynamo.utils.counters`.
+- Frames that are not taken: `torch._dynamo.trace_rules.check`, and `external_utils.wrap_inline` around them.
 - Keys of the FX-graph and AOTAutograd caches: `torch._inductor.codecache.FxGraphHashDetails`.
 """
 
@@ -26,6 +27,32 @@ CACHES: dict[str, tuple[str, str]] = {
     "aot_autograd": ("aot_autograd", "autograd_cache_{}"),
 }
 OUTCOMES = ("hit", "miss", "bypass")
+
+
+def passed_over(module: Any) -> bool:
+    """Whether `module.compile()` would do nothing: Dynamo takes no frame of torch's own code, as of nn.Sequential.
+
+    `torch.compile(module)` puts a frame around such a module (torch._dynamo.eval_frame.OptimizedModule).
+    """
+    try:
+        from torch._dynamo.external_utils import wrap_inline  # noqa: F401
+        from torch._dynamo.trace_rules import check
+
+        return bool(check(module.forward))
+    except Exception:  # a torch without these compiles as it does
+        return False
+
+
+def compile_module(module: Any, **options: Any) -> None:
+    """`module.compile(**options)`, after a frame was put around a forward that would be passed over.
+
+    It lies within the module's hooks: those of a sharding wrapper, which no graph can hold, stay outside.
+    """
+    if passed_over(module):
+        from torch._dynamo.external_utils import wrap_inline
+
+        module.forward = wrap_inline(module.forward)
+    module.compile(**options)
 
 
 @contextlib.contextmanager

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from costlab.probes.compile_internals import compile_module, passed_over
 from costlab.probes.schedule_choice import ScheduleChoice
 from costlab.probes.spec import RunSpec, SpecError, recompute_budget
 from costlab.probes.workloads.base import Workload
@@ -61,8 +62,8 @@ def wrap(
         _recompute(model, blocks, spec.recompute)
     dtype = torch.bfloat16 if spec.dtype == "bf16" else torch.float32
     options = _compile_options(spec, dynamic)
-    compiled = _compile_blocks(modules, blocks, spec, options)
-    wrapped = Wrapped(model=model, base=model, blocks=blocks, compiled=compiled)
+    compiled, notes = _compile_blocks(modules, blocks, spec, options)
+    wrapped = Wrapped(model=model, base=model, blocks=blocks, compiled=compiled, notes=notes)
     if spec.parallel == "ddp":
         _ddp(wrapped, spec, dtype, device)
     else:
@@ -70,7 +71,7 @@ def wrap(
     if dist.get_world_size() == 1:
         wrapped.expected_bytes, wrapped.formula = 0, "one rank has nobody to talk to"
     if spec.compile == "model":
-        wrapped.model.compile(**options)
+        compile_module(wrapped.model, **options)
         wrapped.compiled = [""]
     return wrapped
 
@@ -126,12 +127,21 @@ def _compile_options(spec: RunSpec, dynamic: bool | None) -> dict[str, Any]:
 
 def _compile_blocks(
     modules: dict[str, nn.Module], blocks: list[str], spec: RunSpec, options: dict[str, Any]
-) -> list[str]:
+) -> tuple[list[str], list[str]]:
+    """FQNs of what was compiled, and what the user should know of it."""
     if spec.compile != "block":
-        return []
-    for name in blocks:
-        modules[name].compile(**options)
-    return list(blocks)
+        return [], []
+    names = blocks or [""]  # the model is one block, whose sharding hooks lie outside its forward
+    notes = [] if blocks else ["no repeated blocks: the model is compiled as one, and sharded as one unit"]
+    library = sorted({type(modules[n]).__name__ for n in names if passed_over(modules[n])})
+    if library:
+        notes.append(
+            f"Module.compile() leaves torch's own classes eager ({', '.join(library)}): costlab put a frame around "
+            "them, your own code needs torch.compile(module)"
+        )
+    for name in names:
+        compile_module(modules[name], **options)
+    return list(names), notes
 
 
 def _ddp(wrapped: Wrapped, spec: RunSpec, dtype: torch.dtype, device: torch.device) -> None:

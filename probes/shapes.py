@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from costlab.probes import failures
+from costlab.probes.compile_internals import compile_module
 from costlab.probes.job import run_rank
 from costlab.probes.session import Voice
 from costlab.probes.shapes_spec import (
@@ -255,9 +256,10 @@ def compiled(stage: Stage, path: str) -> Iterator[None]:
         yield
         return
     model = stage.workload.model
-    modules = [model] if stage.spec.compile == "model" else [model.get_submodule(b) for b in stage.workload.blocks]
+    names = [] if stage.spec.compile == "model" else stage.workload.blocks
+    modules = [model.get_submodule(b) for b in names or [""]]
     for module in modules:
-        module.compile(dynamic=False if path == "static" else None)
+        compile_module(module, dynamic=False if path == "static" else None)
     try:
         yield
     finally:
@@ -362,7 +364,7 @@ def marking(stage: Stage, batch: Any, shape: Shape) -> Iterator[None]:
 def outside_hooks(stage: Stage, enter: Callable[[Any], None]) -> list[_Restore]:
     """`enter` before each compiled block's call, outside of what is compiled: a hook inside would be traced."""
     handles: list[_Restore] = []
-    for name in stage.workload.blocks:
+    for name in stage.workload.blocks or [""]:
         module = stage.workload.model.get_submodule(name)
         original = module._compiled_call_impl
         if original is None:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from costlab.probes.compile_internals import compile_module
 from costlab.probes.session import die_with_launcher
 from costlab.probes.spec import RunSpec
 from costlab.probes.tables import write_bytes
@@ -178,12 +179,13 @@ def compiled(workload: Workload, spec: RunSpec, backend: Any) -> Iterator[None]:
     import torch
 
     modules = dict(workload.model.named_modules())
-    chosen = [modules[b] for b in workload.blocks] if spec.compile == "block" else [workload.model]
+    chosen = [modules[b] for b in workload.blocks or [""]] if spec.compile == "block" else [workload.model]
     chosen = [] if spec.compile == "none" else chosen
     before = [m._compiled_call_impl for m in chosen]
     torch._dynamo.reset()
     for module in chosen:
-        module.compile(backend=backend, dynamic={"auto": workload.dynamic, "off": False, "on": True}[spec.dynamic])
+        dynamic = {"auto": workload.dynamic, "off": False, "on": True}[spec.dynamic]
+        compile_module(module, backend=backend, dynamic=dynamic)
     try:
         yield
     finally:

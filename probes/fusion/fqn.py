@@ -9,7 +9,7 @@ from functools import lru_cache
 _SOURCE = re.compile(r"^[LG]\['[^']*'\]\.?")
 _MODULES = re.compile(r"_modules\['([^']+)'\]")
 _ITEM = re.compile(r"\['([^']+)'\]|\[(\d+)\]|\.__getattr__\('([^']+)'\)")
-_WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
+_WRAPPERS = frozenset({"__self__", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
 _CALL = re.compile(r"@\d+(?=\.|$)")
 
 

@@ -62,8 +62,9 @@ class Workload:
 def find_blocks(model: nn.Module) -> list[str]:
     """FQNs of the repeated blocks: the children of the containers that hold most parameters.
 
-    A container is a ModuleList, ModuleDict or Sequential with at least two children; without one, the model's
-    direct children with parameters are the blocks.
+    A container is a ModuleList, ModuleDict or Sequential with at least two children; without one, the model's direct
+    children are the blocks. Plain layers, such as a Linear, are none: compiled one by one nothing is left to fuse. A
+    model of nothing else has no blocks.
     """
     candidates: list[tuple[int, str, nn.Module]] = []
     for name, module in model.named_modules():
@@ -78,19 +79,24 @@ def find_blocks(model: nn.Module) -> list[str]:
         if inside or numel < 0.05 * total or not _is_repetition(module):
             continue
         covered.append(name)
-        chosen += [f"{name}.{child}" if name else child for child, m in module.named_children() if any_parameters(m)]
-    return sorted(chosen or _called_children(model), key=_natural)
+        chosen += [f"{name}.{child}" if name else child for child, m in module.named_children() if _is_composite(m)]
+    return sorted(chosen or _composite_children(model), key=_natural)
 
 
-def _called_children(module: nn.Module, prefix: str = "") -> list[str]:
-    """FQNs of the direct children with parameters; in place of a list, which cannot be called, what it holds."""
+def _composite_children(module: nn.Module, prefix: str = "") -> list[str]:
+    """FQNs of the direct children made of others; in place of a list, which cannot be called, those that it holds."""
     found = []
     for name, child in module.named_children():
         if isinstance(child, nn.ModuleList | nn.ModuleDict):
-            found += _called_children(child, f"{prefix}{name}.")
-        elif any_parameters(child):
+            found += _composite_children(child, f"{prefix}{name}.")
+        elif _is_composite(child):
             found.append(f"{prefix}{name}")
     return found
+
+
+def _is_composite(module: nn.Module) -> bool:
+    """Whether it has parameters and is made of other modules."""
+    return any_parameters(module) and next(module.children(), None) is not None
 
 
 def any_parameters(module: nn.Module) -> bool:
@@ -99,7 +105,7 @@ def any_parameters(module: nn.Module) -> bool:
 
 
 def _is_repetition(module: nn.Module) -> bool:
-    children = [m for m in module.children() if any_parameters(m)]
+    children = [m for m in module.children() if _is_composite(m)]
     if children and all(isinstance(m, nn.ModuleList | nn.Sequential) and _holds_blocks(m) for m in children):
         return False  # a list of stages: the blocks are one level further down
     types = Counter(type(m).__name__ for m in children)
@@ -108,7 +114,7 @@ def _is_repetition(module: nn.Module) -> bool:
 
 def _holds_blocks(module: nn.Module) -> bool:
     """Whether a child with parameters is made of others; a sequence of plain layers is a block itself."""
-    return any(any_parameters(m) and next(m.children(), None) is not None for m in module.children())
+    return any(_is_composite(m) for m in module.children())
 
 
 def _natural(name: str) -> list[tuple[int, str | int]]:

@@ -212,10 +212,12 @@ def test_a_users_own_file(tmp_path: Path) -> None:
     (tmp_path / "my_model.py").write_text(code)
     workload = f"{tmp_path / 'my_model.py'}:make"
     fast = ["--steps", "3", "--warmup", "1", "--profile-steps", "1", "--no-checkpoint"]
-    options = ["--device", "cpu", "--ranks", "1", "--dtype", "fp32", "--compile", "none"]
+    options = ["--device", "cpu", "--ranks", "1", "--dtype", "fp32"]
     done = costlab("run", "-w", workload, *fast, *options, home=tmp_path)
     assert done.returncode == 0, done.stderr
     report = json.loads(costlab("report", "last", "-f", "json", home=tmp_path).stdout)
     assert report["run"]["workload"] == "my_model"
     assert report["steps"]["throughput"]["value"] > 0
     assert report["steps"]["mfu"]["value"] > 0
+    assert [g["name"] for g in report["compile"]["graphs"]]
+    assert report["fusion"]["rate"]["value"] > 0

@@ -1,4 +1,4 @@
-"""Keys of torch's caches of compiled graphs."""
+"""Keys of torch's caches of compiled graphs, and modules that torch would leave eager."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
-from costlab.probes.compile_internals import read_cache_keys, salted_caches
+from costlab.probes.compile_internals import compile_module, passed_over, read_cache_keys, salted_caches
 
 torch_dynamo = pytest.importorskip("torch._dynamo")
 
@@ -48,6 +49,52 @@ def test_no_salt_changes_no_key() -> None:
         assert FxGraphHashDetails.__init__ is not before
         raise ZeroDivisionError
     assert FxGraphHashDetails.__init__ is before
+
+
+class Own(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """A user's own code."""
+        return self.linear(x).relu()
+
+
+LIBRARY = {
+    "sequence": lambda: nn.Sequential(nn.Linear(8, 8), nn.ReLU()),
+    "encoder layer": lambda: nn.TransformerEncoderLayer(8, 2, 16, batch_first=True),
+    "linear": lambda: nn.Linear(8, 8),
+}
+
+
+@pytest.mark.parametrize("name", LIBRARY)
+def test_torchs_own_classes_are_compiled_too_and_share_their_graphs(name: str) -> None:
+    from torch._dynamo.utils import counters
+
+    torch_dynamo.reset()
+    counters.clear()
+    blocks = [LIBRARY[name]() for _ in range(12)]
+    hooked: list[int] = []
+    for number, block in enumerate(blocks):
+        assert passed_over(block)
+        block.register_forward_pre_hook(lambda *_, number=number: hooked.append(number))
+        compile_module(block, backend="eager")
+        assert block.training
+    x = torch.randn(2, 4, 8, requires_grad=True)
+    for block in blocks:
+        x = block(x)
+    assert counters["stats"]["unique_graphs"] == 1
+    assert hooked == list(range(12))
+    assert sorted(blocks[0].state_dict()) == sorted(LIBRARY[name]().state_dict())
+
+
+def test_a_users_own_module_is_compiled_as_it_is() -> None:
+    block = Own()
+    assert not passed_over(block)
+    compile_module(block, backend="eager")
+    assert "forward" not in vars(block)
+    assert block._compiled_call_impl is not None
 
 
 def test_keys_are_hashed_once() -> None:

@@ -51,12 +51,14 @@ CASES: dict[str, tuple[Callable[[], nn.Module], list[str]]] = {
         lambda: nn.Sequential(*(nn.Sequential(Block(), Block()) for _ in range(2))),
         ["0.0", "0.1", "1.0", "1.1"],
     ),
-    "one sequence": (perceptron, ["0", "2"]),
+    "one sequence of plain layers": (perceptron, []),
+    "a list of plain layers": (lambda: holding(layers=nn.ModuleList(nn.Linear(8, 8) for _ in range(4))), []),
+    "layers by name": (lambda: holding(first=nn.Linear(8, 8), norm=nn.LayerNorm(8), last=nn.Linear(8, 8)), []),
     "a dictionary": (lambda: holding(towers=nn.ModuleDict({"a": Block(), "b": Block()})), ["towers.a", "towers.b"]),
-    "nothing that repeats": (lambda: holding(one=nn.Linear(8, 8), two=Block()), ["one", "two"]),
+    "nothing that repeats": (lambda: holding(one=nn.Linear(8, 8), two=Block()), ["two"]),
     "a list that does not repeat": (
         lambda: holding(parts=nn.ModuleList([nn.Linear(8, 8), Block()]), head=nn.Linear(8, 8)),
-        ["head", "parts.0", "parts.1"],
+        ["parts.1"],
     ),
 }
 

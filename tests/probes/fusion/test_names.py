@@ -21,6 +21,7 @@ PATH = st.lists(PART, max_size=5).map(".".join)
         ("_fsdp_wrapped_module.layers.3._orig_mod", "layers.3"),
         ("net.module.conv", "net.module.conv"),
         ("_orig_mod", ""),
+        ("layers.0.__self__.norm1", "layers.0.norm1"),
         ("", ""),
     ],
 )
@@ -45,6 +46,7 @@ def test_normalising_twice_changes_nothing(path: str) -> None:
         ("L['model']", ""),
         ("G['net'].head", "head"),
         ("L['self'].block@1", "block"),
+        ("L['fn'].__self__._modules['norm1']", "norm1"),
     ],
 )
 def test_a_guard_source_becomes_a_path(source: str, expected: str) -> None:
