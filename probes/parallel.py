@@ -59,6 +59,11 @@ def wrap(
     if missing:
         raise SpecError(f"the workload names blocks that the model does not have: {', '.join(missing[:4])}")
     if spec.recompute in ("block", "operator"):
+        if not blocks:
+            raise SpecError(
+                f"--recompute {spec.recompute}: the model has no repeated blocks; budget:0.5 suits any model, or name "
+                "blocks in a costlab Workload"
+            )
         _recompute(model, blocks, spec.recompute)
     dtype = torch.bfloat16 if spec.dtype == "bf16" else torch.float32
     options = _compile_options(spec, dynamic)

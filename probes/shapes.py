@@ -413,7 +413,8 @@ def cache_entries(model: nn.Module) -> int | None:
         from torch._dynamo.eval_frame import _debug_get_cache_entry_list
     except ImportError:
         return None
-    codes = {code for m in model.modules() if (code := getattr(type(m).forward, "__code__", None)) is not None}
+    forwards = (vars(m).get("forward", type(m).forward) for m in model.modules())
+    codes = {code for forward in forwards if (code := getattr(forward, "__code__", None)) is not None}
     entries: list[Any] = [entry for code in codes for entry in _debug_get_cache_entry_list(code)]
     return len(entries)
 

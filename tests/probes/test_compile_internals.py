@@ -104,3 +104,17 @@ def test_keys_are_hashed_once() -> None:
     read_cache_keys()
     first = torch_key()
     assert first and torch_key() is first
+
+
+def test_cache_entries_of_torchs_own_classes_are_counted() -> None:
+    from costlab.probes.shapes import cache_entries
+
+    torch_dynamo.reset()
+    block = LIBRARY["sequence"]()
+    compile_module(block, backend="eager")
+    before = cache_entries(block)
+    for rows in (2, 3):
+        block(torch.randn(rows, 8))
+    after = cache_entries(block)
+    if before is not None and after is not None:
+        assert after - before in (1, 2)

@@ -46,6 +46,13 @@ def test_a_budget_without_a_compiler_is_refused() -> None:
         validate(RunSpec(recompute="budget:0.5", compile="none"))
 
 
+@pytest.mark.parametrize("policy", ["block", "operator"])
+def test_blocks_cannot_be_recomputed_where_there_are_none(policy: str) -> None:
+    model = workload(0.0).model
+    with pytest.raises(SpecError, match=f"--recompute {policy}: the model has no repeated blocks; budget:0.5"):
+        parallel.wrap(model, [], RunSpec(recompute=policy), torch.device("cpu"))
+
+
 def test_the_budget_is_set_and_stays() -> None:
     import gc
 
