@@ -6,6 +6,7 @@ and FSDP's hooks stay outside the compiled region. Also states which bytes the w
 
 from __future__ import annotations
 
+from collections import Counter
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -37,6 +38,7 @@ class Wrapped:
     expected_bytes: int | None = None
     formula: str = ""
     notes: list[str] = field(default_factory=list)  # what was decided while wrapping, for the log
+    passed_over: dict[str, int] = field(default_factory=dict)  # by class: compiled, but not by Module.compile() alone
     schedules: list[ScheduleChoice] = field(default_factory=list)  # grows as the steps meet new sizes of messages
 
     def forward_context(self) -> AbstractContextManager[Any]:
@@ -67,8 +69,12 @@ def wrap(
         _recompute(model, blocks, spec.recompute)
     dtype = torch.bfloat16 if spec.dtype == "bf16" else torch.float32
     options = _compile_options(spec, dynamic)
-    compiled, notes = _compile_blocks(modules, blocks, spec, options)
-    wrapped = Wrapped(model=model, base=model, blocks=blocks, compiled=compiled, notes=notes)
+    chosen = {"block": blocks or [""], "model": [""]}.get(spec.compile, [])
+    library = dict(Counter(type(modules[name]).__name__ for name in chosen if passed_over(modules[name])))
+    compiled = _compile_blocks(modules, blocks, spec, options)
+    wrapped = Wrapped(model=model, base=model, blocks=blocks, compiled=compiled, passed_over=library)
+    if not blocks:
+        wrapped.notes.append("no repeated blocks were found: the model is one unit for sharding and compiling")
     if spec.parallel == "ddp":
         _ddp(wrapped, spec, dtype, device)
     else:
@@ -132,21 +138,13 @@ def _compile_options(spec: RunSpec, dynamic: bool | None) -> dict[str, Any]:
 
 def _compile_blocks(
     modules: dict[str, nn.Module], blocks: list[str], spec: RunSpec, options: dict[str, Any]
-) -> tuple[list[str], list[str]]:
-    """FQNs of what was compiled, and what the user should know of it."""
+) -> list[str]:
     if spec.compile != "block":
-        return [], []
+        return []
     names = blocks or [""]  # the model is one block, whose sharding hooks lie outside its forward
-    notes = [] if blocks else ["no repeated blocks: the model is compiled as one, and sharded as one unit"]
-    library = sorted({type(modules[n]).__name__ for n in names if passed_over(modules[n])})
-    if library:
-        notes.append(
-            f"Module.compile() leaves torch's own classes eager ({', '.join(library)}): costlab put a frame around "
-            "them, your own code needs torch.compile(module)"
-        )
     for name in names:
         compile_module(modules[name], **options)
-    return list(names), notes
+    return list(names)
 
 
 def _ddp(wrapped: Wrapped, spec: RunSpec, dtype: torch.dtype, device: torch.device) -> None:

@@ -465,6 +465,7 @@ class WorkloadFacts(msgspec.Struct, kw_only=True):
     fused: list[str] = []  # "kernel: module" for every fused kernel put in
     fused_notes: list[str] = []  # where the unfused path was kept, and why
     source: str = ""
+    passed_over: dict[str, int] = {}  # by class: modules compiled that Module.compile() alone leaves eager
 
 
 class FailureInfo(msgspec.Struct, kw_only=True):

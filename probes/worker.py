@@ -272,6 +272,7 @@ def build(run: RankRun) -> Trainer:
     run.schedules = wrapped.schedules
     run.facts.expected_comm_bytes = wrapped.expected_bytes
     run.facts.expected_comm_formula = wrapped.formula
+    run.facts.passed_over = wrapped.passed_over
     write_facts(run)
     return Trainer(
         workload=workload,

@@ -46,6 +46,7 @@ def run_info(manifest: Manifest, status: RunStatus, notes: Sequence[str]) -> Run
         units_per_step=facts.units_per_step,
         parameters=facts.parameters,
         spec=spec,
+        passed_over=dict(facts.passed_over),
         failure=failure.message if failure else "",
         failure_advice=failure.advice if failure else "",
         log_tail=list(failure.log_tail) if failure else [],

@@ -51,6 +51,7 @@ class RunInfo(View, frozen=True, kw_only=True):
     units_per_step: int
     parameters: int
     spec: dict[str, Any]
+    passed_over: dict[str, int] = {}  # by class: modules compiled that Module.compile() alone leaves eager
     failure: str = ""
     failure_advice: str = ""
     log_tail: list[str] = []

@@ -33,6 +33,28 @@ def uncompiled(context: Context) -> list[Finding]:
     ]
 
 
+def passed_over(context: Context) -> list[Finding]:
+    """Blocks of torch's own classes, which costlab compiles and a plain `block.compile()` does not."""
+    names = context.report.run.passed_over
+    if not names:
+        return []
+    return [
+        context.finding(
+            "passed-over",
+            f"In a script of your own, block.compile() would leave {', '.join(names)} eager",
+            [
+                "Module.compile() passes over the frames of torch's own classes, without a word",
+                f"costlab put a frame of its own around {sum(names.values())} of them: the figures are of compiled "
+                "blocks",
+            ],
+            "Compile such a block with torch.compile(block), or give it a class of your own whose forward calls it. A "
+            "profile of your script shows whether Inductor's kernels run.",
+            severity="info",
+            source="derived",
+        )
+    ]
+
+
 def graph_breaks(context: Context) -> list[Finding]:
     """Each graph break with its source line."""
     view = context.report.compile

@@ -30,6 +30,7 @@ RULES: dict[str, Rule] = {
     "straggler": communication.straggler,
     "communicated-bytes": communication.unexpected_bytes,
     "graph-break": compilation.graph_breaks,
+    "passed-over": compilation.passed_over,
     "recompiles": compilation.recompiles,
     "compile-cost": compilation.cost,
     "cache-misses": compilation.cold_cache,

@@ -220,4 +220,5 @@ def test_a_users_own_file(tmp_path: Path) -> None:
     assert report["steps"]["throughput"]["value"] > 0
     assert report["steps"]["mfu"]["value"] > 0
     assert [g["name"] for g in report["compile"]["graphs"]]
+    assert report["run"]["passed_over"] == {"Sequential": 1}
     assert report["fusion"]["rate"]["value"] > 0

@@ -101,6 +101,7 @@ CASES: dict[str, tuple[RunReport, RunReport]] = {  # rule -> fires, just does no
         healthy(fusion=fusion(misses=[miss("mlp", "layout_copy", 0.49), miss("mlp", "through_extern", None)])),
     ),
     "graph-break": (healthy(compile=compiled(breaks=[BreakView(reason="print", source="m.py:1")])), healthy()),
+    "passed-over": (healthy(run__passed_over={"Sequential": 3}), healthy()),
     "recompiles": (healthy(compile=compiled(recompiles=[BreakView(reason="size", source="m.py:1")])), healthy()),
     "uncompiled": (healthy(**EAGER), healthy(waterfall=parts(memory_bound_kernels=5.0))),
     "compile-cost": (healthy(compile=compiled(amortised_ms=2.0)), healthy(compile=compiled(amortised_ms=1.9))),
