@@ -16,7 +16,7 @@ from torch.profiler import record_function
 
 from costlab.probes.parallel import Wrapped
 from costlab.probes.records import StepRow
-from costlab.probes.workloads.base import Workload, to_device
+from costlab.probes.workloads.base import Workload, one_number, to_device
 
 # At a full rate from the first step AdamW's path is chaotic: two runs of one seed part within ten steps, and no loss
 # can be compared with another.
@@ -65,7 +65,7 @@ class Trainer:
         last = number + 1 == self.accumulation
         with gradients_communicated(self.wrapped.model, last) if self.accumulation > 1 else nullcontext():
             with self._phase("forward"), self.wrapped.forward_context():
-                loss = self.workload.loss(self.wrapped.model, batch)
+                loss = one_number(self.workload.loss(self.wrapped.model, batch))
             with self._phase("backward"):
                 (loss / self.accumulation if self.accumulation > 1 else loss).backward()
         return loss.detach()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -124,7 +125,8 @@ def _natural(name: str) -> list[tuple[int, str | int]]:
 def coerce(result: object, where: str) -> Workload:
     """Accept what a user's `make` returns: a Workload, or a (model, batches, loss) triple or dict.
 
-    `batches` may be a callable of the step or an iterable (kept in memory and cycled through).
+    `batches` may be a function of the step, an iterable (kept in memory and cycled through), or a function without
+    arguments that gives such an iterable or, each time, a batch: a tensor, tuple or dict.
     """
     if isinstance(result, Workload):
         return result
@@ -150,8 +152,31 @@ def coerce(result: object, where: str) -> Workload:
     return Workload(model=model, batch=_batch_source(batches, where), loss=loss)
 
 
+def takes_nothing(function: Callable[..., Any]) -> bool:
+    """Whether a function can be called without an argument and not with one."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):  # builtins need not tell
+        return False
+    return not any(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD, p.VAR_POSITIONAL) for p in parameters)
+
+
+def one_number(loss: object) -> Tensor:
+    """A workload's loss; WorkloadError where it is not a tensor with one element."""
+    if not isinstance(loss, Tensor):
+        hint = "; return its .loss" if hasattr(loss, "loss") else ""
+        raise WorkloadError(f"the loss function must return a tensor with one element, got {type(loss).__name__}{hint}")
+    if loss.numel() != 1:
+        raise WorkloadError(f"the loss function must return a tensor with one element, got shape {list(loss.shape)}")
+    return loss
+
+
 def _batch_source(batches: object, where: str) -> Callable[[int], Any]:
-    if callable(batches):
+    if callable(batches) and takes_nothing(batches):
+        source, batches = batches, batches()
+        if isinstance(batches, Tensor | tuple | dict):
+            return lambda _step: source()
+    elif callable(batches):
         return batches
     if isinstance(batches, Iterable):
         kept: list[Any] = []

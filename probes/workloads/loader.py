@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
-from costlab.probes.workloads.base import Workload, WorkloadContext, WorkloadError, coerce
+from costlab.probes.workloads.base import Workload, WorkloadContext, WorkloadError, coerce, takes_nothing
 
 
 def load(name: str, ctx: WorkloadContext) -> Workload:
@@ -30,7 +30,7 @@ def _load_user(name: str, ctx: WorkloadContext) -> Workload:
     make = _function(path, function or "make")
     where = f"{path.name}:{function}"
     try:
-        result = make(ctx)
+        result = make() if takes_nothing(make) else make(ctx)
     except (Exception, SystemExit) as error:
         raise WorkloadError(f"{where} raised {type(error).__name__}: {error} ({_user_line(error, path)})") from error
     workload = coerce(result, where)
@@ -41,7 +41,7 @@ def _load_user(name: str, ctx: WorkloadContext) -> Workload:
     return workload
 
 
-def _function(path: Path, function: str) -> Callable[[WorkloadContext], object]:
+def _function(path: Path, function: str) -> Callable[..., object]:
     if not path.is_file():
         raise WorkloadError(f"no such file: {path}; give the path to your workload as path/to/file.py:make")
     module = _import_file(path)
@@ -55,11 +55,13 @@ def _function(path: Path, function: str) -> Callable[[WorkloadContext], object]:
 
 def _import_file(path: Path) -> ModuleType:
     """Import by path as the user's script would: its own folder first on sys.path."""
-    spec = importlib.util.spec_from_file_location(path.stem, path)
+    taken = path.stem in sys.modules or path.stem in sys.stdlib_module_names
+    name = f"{path.stem}_workload" if taken else path.stem  # a file called json.py must not be everybody's json
+    spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
         raise WorkloadError(f"{path.name} is not a Python file; give path/to/file.py:make")
     module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module  # pickling and dataclasses look the module up by name
+    sys.modules[name] = module  # pickling and dataclasses look the module up by name
     sys.path.insert(0, str(path.parent.resolve()))
     try:
         spec.loader.exec_module(module)
