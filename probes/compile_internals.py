@@ -19,6 +19,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from types import CodeType
 from typing import Any
 
 METRICS_LIMIT = 8192
@@ -46,13 +47,23 @@ def passed_over(module: Any) -> bool:
 def compile_module(module: Any, **options: Any) -> None:
     """`module.compile(**options)`, after a frame was put around a forward that would be passed over.
 
-    It lies within the module's hooks: those of a sharding wrapper, which no graph can hold, stay outside.
+    It lies within the module's hooks: those of a sharding wrapper, which no graph can hold, stay outside. Modules of
+    one structure share the frame's code, and with it their graphs; others have code of their own, since Dynamo compiles
+    code anew for every other structure and gives up after a few.
     """
     if passed_over(module):
         from torch._dynamo.external_utils import wrap_inline
 
-        module.forward = wrap_inline(module.forward)
+        frame = wrap_inline(module.forward)
+        structure = (type(module), repr(module))
+        if structure not in _frames:
+            _frames[structure] = frame.__code__.replace(co_name=f"{type(module).__name__}.forward")
+        frame.__code__ = _frames[structure]
+        module.forward = frame
     module.compile(**options)
+
+
+_frames: dict[tuple[type, str], CodeType] = {}
 
 
 @contextlib.contextmanager

@@ -19,6 +19,9 @@ KINDS = {
     " symbolic shapes that the compiler stumbles over",
     "dtype": "run again with --dtype fp32, or convert what meets in the operator at the end of the traceback: it takes"
     " one element type only, on a CPU more often than on a GPU",
+    "unused-parameters": "some parameters take no part in the loss, which costlab's DDP does not allow: freeze them"
+    " (requires_grad_(False)), leave them out, or run with --parallel fsdp",
+    "sparse-gradients": "sharding and AdamW take dense gradients only: make the embedding with sparse=False",
     "illegal-address": "a kernel wrote out of bounds: CUDA_LAUNCH_BLOCKING=1 names it",
     "segfault": "a native library crashed: the log tail shows the last Python frames",
     "killed": "something outside costlab killed the process",
@@ -42,6 +45,8 @@ def classify(type_name: str, message: str) -> str:
         (r"illegal memory access|CUDA error|device-side assert", "illegal-address"),
         (r"No space left on device|Errno 28|Disk quota", "disk"),
         (r"expected scalar type \w+ but found|to have (the )?same dtype|must have the same dtype|mixed dtype", "dtype"),
+        (r"parameters that were not used in producing loss", "unused-parameters"),
+        (r"Sparse(CPU|CUDA)|does not support sparse gradients", "sparse-gradients"),
         (r"torch\._dynamo|torch\._inductor|BackendCompilerFailed|Inductor|CppCompileError", "compile"),
     )
     return next((kind for pattern, kind in tests if re.search(pattern, text)), "error")

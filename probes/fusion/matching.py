@@ -126,6 +126,8 @@ class Matcher:
         found = self._by_name[name]
         found = [f for f in found if same_phase(self.graphs[f[0]], phase)] or found
         found = [f for f in found if not self.graphs[f[0]].superseded] or found
+        # Kernels of other kinds of blocks may have the same name: an encoder's and a decoder's are numbered alike.
+        found = [f for f in found if anchor and fqn.alike(anchor, self.graphs[f[0]].root)] or found
         placed: dict[str, list[Slot]] = defaultdict(list)
         for pattern in dict.fromkeys(fqn.pattern(self.graphs[g].root) for g, _ in found):
             here = [(g, k) for g, k in found if fqn.pattern(self.graphs[g].root) == pattern]

@@ -89,6 +89,20 @@ def test_torchs_own_classes_are_compiled_too_and_share_their_graphs(name: str) -
     assert sorted(blocks[0].state_dict()) == sorted(LIBRARY[name]().state_dict())
 
 
+def test_many_structures_of_one_class_are_not_one_code_that_is_compiled_again() -> None:
+    from torch._dynamo.utils import counters
+
+    torch_dynamo.reset()
+    counters.clear()
+    x = torch.randn(2, 8, requires_grad=True)
+    for width in range(8, 20):
+        block = nn.Sequential(nn.Linear(8, width), nn.ReLU(), nn.Linear(width, 8))
+        compile_module(block, backend="eager")
+        x = block(x)
+    assert counters["frames"]["ok"] == counters["stats"]["unique_graphs"] == 12
+    assert not counters["unimplemented"]
+
+
 def test_a_users_own_module_is_compiled_as_it_is() -> None:
     block = Own()
     assert not passed_over(block)

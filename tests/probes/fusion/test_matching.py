@@ -75,6 +75,19 @@ def test_frames_say_which_block_a_shared_graph_runs_for() -> None:
     assert places(found, [block()]) == [(f, x) for f in ("layers.0", "layers.2", "layers.1") for x in EXPECTED]
 
 
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+def test_an_encoder_and_a_decoder_have_kernels_of_the_same_names(phase: str) -> None:
+    roots = ["encoder.0", "encoder.1", "decoder.0", "decoder.1"]
+    for compiled in (["encoder.0", "decoder.0"], roots, ["encoder.0", "encoder.1", "decoder.0"]):
+        graphs = [block(root, phase, f"{i}/0") for i, root in enumerate(compiled)]
+        order = roots if phase == "forward" else roots[::-1]
+        tape = Tape()
+        for frame in order:
+            tape.block(frame, phase)
+        found = Matcher(graphs, roots).match(tape.launches)
+        assert places(found, graphs) == [(f, x) for f in order for x in EXPECTED]
+
+
 def test_without_frames_blocks_run_in_order_and_backwards_in_backward() -> None:
     graphs = [block(), block(phase="backward")]
     tape = Tape()
