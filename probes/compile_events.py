@@ -26,7 +26,7 @@ from costlab.probes import compile_internals as internals
 from costlab.probes.compile_internals import Break, Compile
 from costlab.probes.memory import Window, device_peaks, host_bytes, host_peaks
 from costlab.probes.records import CompileRow
-from costlab.probes.sources import position, scrub, user_frame, wrapped
+from costlab.probes.sources import position, scrub, user_frame, wrapped, wrapper_of
 
 Run = Literal["cold", "warm"]
 
@@ -137,8 +137,8 @@ class CompileEvents:
         breaks = Counter(self._breaks)
         for c in self._compiles:
             # A wrapper's hook around the compiled model is a frame of its own, refused by design: no graph is cut.
-            if c.failure and not wrapped("", [c.file]):
-                where = "" if wrapped("", [c.failure_file]) else position(c.failure_file, c.failure_line)
+            if c.failure and not wrapper_of(c.file):
+                where = "" if wrapper_of(c.failure_file) else position(c.failure_file, c.failure_line)
                 reason = wrapped(clean_reason(c.failure), [c.failure_file])
                 breaks[f"not compiled, runs eager: {reason}", where or self._source(c)] += 1
         return [CompileRow(rank=0, kind="break", detail=d, source=s, count=n) for (d, s), n in breaks.items()]

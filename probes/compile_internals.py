@@ -44,13 +44,14 @@ def passed_over(module: Any) -> bool:
         return False
 
 
-def compile_module(module: Any, **options: Any) -> None:
+def compile_module(module: Any, **options: Any) -> Callable[[], None]:
     """`module.compile(**options)`, after a frame was put around a forward that would be passed over.
 
     It lies within the module's hooks: those of a sharding wrapper, which no graph can hold, stay outside. Modules of
     one structure share the frame's code, and with it their graphs; others have code of their own, since Dynamo compiles
-    code anew for every other structure and gives up after a few.
+    code anew for every other structure and gives up after a few. Returns what makes the module as it was.
     """
+    before, framed = module._compiled_call_impl, False
     if passed_over(module):
         from torch._dynamo.external_utils import wrap_inline
 
@@ -59,8 +60,15 @@ def compile_module(module: Any, **options: Any) -> None:
         if structure not in _frames:
             _frames[structure] = frame.__code__.replace(co_name=f"{type(module).__name__}.forward")
         frame.__code__ = _frames[structure]
-        module.forward = frame
+        module.forward, framed = frame, True
     module.compile(**options)
+
+    def undo() -> None:
+        module._compiled_call_impl = before
+        if framed:
+            vars(module).pop("forward", None)
+
+    return undo
 
 
 _frames: dict[tuple[type, str], CodeType] = {}

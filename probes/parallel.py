@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from costlab.probes.compile_internals import compile_module, passed_over
 from costlab.probes.schedule_choice import ScheduleChoice
-from costlab.probes.spec import RunSpec, SpecError, recompute_budget
+from costlab.probes.spec import Compile, RunSpec, SpecError, recompute_budget
 from costlab.probes.workloads.base import Workload
 
 _FOR_GOOD = ExitStack()  # never left: graphs are made at the first step, and again when something recompiles
@@ -69,10 +69,12 @@ def wrap(
         _recompute(model, blocks, spec.recompute)
     dtype = torch.bfloat16 if spec.dtype == "bf16" else torch.float32
     options = _compile_options(spec, dynamic)
-    chosen = {"block": blocks or [""], "model": [""]}.get(spec.compile, [])
+    chosen = compiled_modules(spec.compile, blocks)
     library = dict(Counter(type(modules[name]).__name__ for name in chosen if passed_over(modules[name])))
-    compiled = _compile_blocks(modules, blocks, spec, options)
-    wrapped = Wrapped(model=model, base=model, blocks=blocks, compiled=compiled, passed_over=library)
+    wrapped = Wrapped(model=model, base=model, blocks=blocks, compiled=chosen, passed_over=library)
+    if spec.compile == "block":
+        for name in chosen:
+            compile_module(modules[name], **options)
     if not blocks:
         wrapped.notes.append("no repeated blocks were found: the model is one unit for sharding and compiling")
     if spec.parallel == "ddp":
@@ -82,9 +84,13 @@ def wrap(
     if dist.get_world_size() == 1:
         wrapped.expected_bytes, wrapped.formula = 0, "one rank has nobody to talk to"
     if spec.compile == "model":
-        compile_module(wrapped.model, **options)
-        wrapped.compiled = [""]
+        compile_module(wrapped.base, **options)  # within DDP's forward, which no graph can hold
     return wrapped
+
+
+def compiled_modules(how: Compile, blocks: list[str]) -> list[str]:
+    """FQNs of what is compiled; "" is the model, also where there are no blocks: it is one, its hooks lie outside."""
+    return {"block": blocks or [""], "model": [""], "none": []}[how]
 
 
 def _recompute(model: nn.Module, blocks: list[str], granularity: str) -> None:
@@ -134,17 +140,6 @@ def _compile_options(spec: RunSpec, dynamic: bool | None) -> dict[str, Any]:
     if spec.cudagraphs and spec.compile_mode == "default":
         options["options"] = {"triton.cudagraphs": True}
     return options
-
-
-def _compile_blocks(
-    modules: dict[str, nn.Module], blocks: list[str], spec: RunSpec, options: dict[str, Any]
-) -> list[str]:
-    if spec.compile != "block":
-        return []
-    names = blocks or [""]  # the model is one block, whose sharding hooks lie outside its forward
-    for name in names:
-        compile_module(modules[name], **options)
-    return list(names)
 
 
 def _ddp(wrapped: Wrapped, spec: RunSpec, dtype: torch.dtype, device: torch.device) -> None:

@@ -25,6 +25,7 @@ import msgspec
 from costlab.probes import failures
 from costlab.probes.compile_internals import compile_module
 from costlab.probes.job import run_rank
+from costlab.probes.parallel import compiled_modules
 from costlab.probes.session import Voice
 from costlab.probes.shapes_spec import (
     MOST_SHAPES,
@@ -255,16 +256,14 @@ def compiled(stage: Stage, path: str) -> Iterator[None]:
     if path == "eager":
         yield
         return
-    model = stage.workload.model
-    names = [] if stage.spec.compile == "model" else stage.workload.blocks
-    modules = [model.get_submodule(b) for b in names or [""]]
-    for module in modules:
-        compile_module(module, dynamic=False if path == "static" else None)
+    model, names = stage.workload.model, compiled_modules(stage.spec.compile, stage.workload.blocks)
+    dynamic = False if path == "static" else None
+    undo = [compile_module(model.get_submodule(name), dynamic=dynamic) for name in names]
     try:
         yield
     finally:
-        for module in modules:
-            module._compiled_call_impl = None
+        for restore in undo:
+            restore()
 
 
 @contextlib.contextmanager
@@ -364,7 +363,7 @@ def marking(stage: Stage, batch: Any, shape: Shape) -> Iterator[None]:
 def outside_hooks(stage: Stage, enter: Callable[[Any], None]) -> list[_Restore]:
     """`enter` before each compiled block's call, outside of what is compiled: a hook inside would be traced."""
     handles: list[_Restore] = []
-    for name in stage.workload.blocks or [""]:
+    for name in compiled_modules(stage.spec.compile, stage.workload.blocks):
         module = stage.workload.model.get_submodule(name)
         original = module._compiled_call_impl
         if original is None:

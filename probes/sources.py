@@ -41,13 +41,17 @@ def scrub(text: str, cwd: Path | None = None) -> str:
     return _ABSOLUTE.sub(lambda m: shorten(m.group(0), cwd), text)
 
 
+def wrapper_of(*files: str) -> str:
+    """The sharding wrapper that one of the files belongs to, "" if none does."""
+    return next((name for file in files for part, name in _WRAPPERS.items() if part in file), "")
+
+
 def wrapped(reason: str, files: Iterable[str]) -> str:
     """A graph break's reason; the sharding wrapper's doing where one of its files is in the stack.
 
     Without a stack its words tell: nobody but such hooks calls torch's `disable` where it is traced.
     """
-    named = (name for file in files for part, name in _WRAPPERS.items() if part in file)
-    wrapper = next(named, "A wrapper of the layers" if _DISABLING.search(reason) else "")
+    wrapper = wrapper_of(*files) or ("A wrapper of the layers" if _DISABLING.search(reason) else "")
     return f"{wrapper} runs {OWN_HOOKS}" if wrapper else reason
 
 

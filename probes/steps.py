@@ -170,8 +170,6 @@ def annotated(trainer: Trainer) -> Iterator[None]:
             undo.append(_wrap_compiled(module, name))
         elif not _inside(name, wrapped.compiled):
             undo += _hook(module, name)
-    if "" in wrapped.compiled and wrapped.model is not wrapped.base:
-        undo.append(_wrap_compiled(wrapped.model, ""))
     trainer.annotate = True
     try:
         yield

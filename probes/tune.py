@@ -178,19 +178,18 @@ def compiled(workload: Workload, spec: RunSpec, backend: Any) -> Iterator[None]:
     """The model compiled as the spec says, by a backend of ours; as before on exit."""
     import torch
 
+    from costlab.probes.parallel import compiled_modules
+
     modules = dict(workload.model.named_modules())
-    chosen = [modules[b] for b in workload.blocks or [""]] if spec.compile == "block" else [workload.model]
-    chosen = [] if spec.compile == "none" else chosen
-    before = [m._compiled_call_impl for m in chosen]
+    chosen = [modules[name] for name in compiled_modules(spec.compile, workload.blocks)]
+    dynamic = {"auto": workload.dynamic, "off": False, "on": True}[spec.dynamic]
     torch._dynamo.reset()
-    for module in chosen:
-        dynamic = {"auto": workload.dynamic, "off": False, "on": True}[spec.dynamic]
-        compile_module(module, backend=backend, dynamic=dynamic)
+    undo = [compile_module(module, backend=backend, dynamic=dynamic) for module in chosen]
     try:
         yield
     finally:
-        for module, call in zip(chosen, before, strict=True):
-            module._compiled_call_impl = call
+        for restore in undo:
+            restore()
         torch._dynamo.reset()
 
 

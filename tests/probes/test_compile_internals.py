@@ -80,7 +80,6 @@ def test_torchs_own_classes_are_compiled_too_and_share_their_graphs(name: str) -
         assert passed_over(block)
         block.register_forward_pre_hook(lambda *_, number=number: hooked.append(number))
         compile_module(block, backend="eager")
-        assert block.training
     x = torch.randn(2, 4, 8, requires_grad=True)
     for block in blocks:
         x = block(x)
@@ -106,18 +105,33 @@ def test_many_structures_of_one_class_are_not_one_code_that_is_compiled_again() 
 def test_a_users_own_module_is_compiled_as_it_is() -> None:
     block = Own()
     assert not passed_over(block)
-    compile_module(block, backend="eager")
+    undo = compile_module(block, backend="eager")
     assert "forward" not in vars(block)
     assert block._compiled_call_impl is not None
+    undo()
+    assert block._compiled_call_impl is None
 
 
-def test_keys_are_hashed_once() -> None:
-    """After `read_cache_keys` torch's own function has its answer."""
-    from torch._inductor.codecache import torch_key
+def test_what_was_compiled_can_be_made_as_it_was() -> None:
+    block = LIBRARY["sequence"]()
+    compile_module(block, backend="eager")()
+    assert "forward" not in vars(block)
+    assert block._compiled_call_impl is None
+    assert passed_over(block)
 
+
+def test_keys_are_asked_for_and_an_absent_one_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    import triton.runtime.cache as triton_cache
+    from torch._inductor import codecache
+
+    asked: list[str] = []
+    monkeypatch.setattr(codecache, "torch_key", lambda: asked.append("torch"))
+    monkeypatch.setattr(triton_cache, "triton_key", lambda: asked.append("triton"))
     read_cache_keys()
-    first = torch_key()
-    assert first and torch_key() is first
+    assert asked == ["torch", "triton"]
+    monkeypatch.delattr(codecache, "torch_key")
+    read_cache_keys()
+    assert asked == ["torch", "triton", "triton"]
 
 
 def test_cache_entries_of_torchs_own_classes_are_counted() -> None:
@@ -127,8 +141,7 @@ def test_cache_entries_of_torchs_own_classes_are_counted() -> None:
     block = LIBRARY["sequence"]()
     compile_module(block, backend="eager")
     before = cache_entries(block)
-    for rows in (2, 3):
-        block(torch.randn(rows, 8))
+    block(torch.randn(2, 8))
     after = cache_entries(block)
-    if before is not None and after is not None:
-        assert after - before in (1, 2)
+    assert before is not None and after is not None
+    assert after - before == 1

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from costlab.probes import parallel
 from costlab.probes.parallel import Wrapped
 from costlab.probes.parity import gradient_rows
+from costlab.probes.spec import RunSpec
 from costlab.probes.steps import Trainer, lead_steps, measure
 from costlab.probes.workloads.base import Workload
 
@@ -62,6 +65,26 @@ def test_steps_that_lead_into_the_timed_ones_train_and_are_not_told() -> None:
 @pytest.mark.parametrize(("device", "warmup", "lead"), [("cuda", 5, 4), ("cuda", 2, 2), ("cuda", 0, 0), ("cpu", 5, 0)])
 def test_only_a_host_that_runs_ahead_needs_a_lead(device: str, warmup: int, lead: int) -> None:
     assert lead_steps(torch.device(device), warmup) == lead
+
+
+@pytest.mark.usefixtures("group")
+@pytest.mark.parametrize("way", ["ddp", "fsdp"])
+@pytest.mark.parametrize("how", ["block", "model"])
+def test_a_model_of_torchs_own_class_is_one_graph_within_its_wrapper(
+    way: Literal["ddp", "fsdp"], how: Literal["block", "model"], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torch._dynamo.utils import counters
+
+    torch._dynamo.reset()
+    counters.clear()
+    monkeypatch.setattr(parallel, "_compile_options", lambda *_: {"backend": "eager"})
+    wrapped = parallel.wrap(
+        model_of(), [], RunSpec(parallel=way, compile=how, dtype="fp32", ranks=1), torch.device("cpu")
+    )
+    wrapped.model(torch.randn(4, 8))
+    assert wrapped.passed_over == {"Sequential": 1}
+    assert counters["stats"]["unique_graphs"] == 1
+    assert not counters["graph_break"]
 
 
 def test_a_parameter_that_takes_no_part_has_no_row() -> None:
