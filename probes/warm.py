@@ -4,8 +4,8 @@ Every run still has its own processes, process group, device contexts and memory
 of torch, by torchrun and by the rank. Ranks of one template share the addresses of their code, as ranks of two starts
 do not: what that is worth to a step's time is the same for all legs of a what-if, and is not part of its noise.
 
-A run that ends before its first measured step may owe that to the fork, so it is started once more by torchrun, and so
-are all runs after it.
+A run that ends before its first measured step may owe that to the fork, so it is started once more by torchrun. Where
+that one gets further, the fork was to blame, and all runs after it are started by torchrun too.
 """
 
 from __future__ import annotations
@@ -157,6 +157,17 @@ class Group:
             os.kill(self.pid, number)
 
 
+class _Progress:
+    """Whether a run has come to its first measured step."""
+
+    def __init__(self) -> None:
+        self.measured = False
+
+    def see(self, event: AnyEvent) -> None:
+        """Take note of an event."""
+        self.measured = self.measured or (isinstance(event, StepEvent) and event.role == "timed")
+
+
 class WarmLauncher(Launcher):
     """A launcher whose ranks are forked; by torchrun where the template has gone or the run spans hosts.
 
@@ -172,6 +183,7 @@ class WarmLauncher(Launcher):
         self.note = note
         self._forked = False
         self._second: Launcher | None = None
+        self._second_progress = _Progress()
 
     def cancel(self) -> None:
         """Ask the run to end, whichever start of it is under way. Thread-safe."""
@@ -181,11 +193,11 @@ class WarmLauncher(Launcher):
 
     def run(self, on_event: Callable[[AnyEvent], None]) -> Manifest:
         """Run to the end; once more by torchrun where the forked ranks failed before they had measured a step."""
-        measured, last = False, None
+        first, last = _Progress(), None
 
         def told(event: AnyEvent) -> None:
-            nonlocal measured, last
-            measured = measured or (isinstance(event, StepEvent) and event.role == "timed")
+            nonlocal last
+            first.see(event)
             if isinstance(event, Finished) and event.rank < 0:
                 last = event  # whether it is the run's end is not known yet
             else:
@@ -193,13 +205,15 @@ class WarmLauncher(Launcher):
 
         manifest = super().run(told)
         failure = manifest.failure
-        if not self._forked or measured or failure is None or _same_without_fork(failure):
+        if not self._forked or first.measured or failure is None or _same_without_fork(failure):
             if last is not None:
                 on_event(last)
             return manifest
-        self._give_up(f"a forked leg ended before its first measured step ({one_line(failure.message, 160)})")
         on_event(Log(t=time.time(), level="warning", text="the forked ranks failed: started again by torchrun"))
-        return self._again(on_event)
+        again = self._again(on_event)
+        if again.status != "cancelled" and (again.failure is None or self._second_progress.measured):
+            self._give_up(f"a forked leg ended before its first measured step ({one_line(failure.message, 160)})")
+        return again
 
     def _again(self, on_event: Callable[[AnyEvent], None]) -> Manifest:
         """The same run by torchrun, in the same directory."""
@@ -210,7 +224,12 @@ class WarmLauncher(Launcher):
         self._second = Launcher(self.spec, self.run_dir, grace_s=self.grace_s)
         if self._cancel.is_set():  # it was asked for before there was a second one to ask
             self._second.cancel()
-        return self._second.run(on_event)
+
+        def told(event: AnyEvent) -> None:
+            self._second_progress.see(event)
+            on_event(event)
+
+        return self._second.run(told)
 
     def _give_up(self, reason: str) -> None:
         self.template.given_up = reason

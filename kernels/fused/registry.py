@@ -210,7 +210,7 @@ def fused_loss(model: nn.Module, loss: Loss, batch: Any, findings: list[str] | N
 
     def fused(model: nn.Module, batch: Any) -> Tensor:
         inputs, targets = batch
-        last = model.get_submodule(name)
+        last = _submodule(model, name)
         object.__setattr__(last, "_costlab_targets", targets)
         try:
             value: Tensor = model(inputs)
@@ -224,6 +224,17 @@ def fused_loss(model: nn.Module, loss: Loss, batch: Any, findings: list[str] | N
     head.__class__ = getattr(type(head), _MARK)
     notes.append(f"the loss is left as it is: {difference}")
     return None
+
+
+def _submodule(model: nn.Module, name: str) -> nn.Module:
+    """The model's module of that name; in a wrapper such as DDP, that of the model which it holds as `module`."""
+    try:
+        return model.get_submodule(name)
+    except AttributeError:
+        inner = getattr(model, "module", None)
+        if not isinstance(inner, nn.Module):
+            raise
+        return _submodule(inner, name)
 
 
 def _disagreement(model: nn.Module, head: Any, loss: Loss, fused: Loss, batch: Any) -> str | None:

@@ -206,6 +206,18 @@ def test_what_no_fork_is_to_blame_for_is_the_result(template: Template, tmp_path
     assert not (tmp_path / "run-forked").exists()
 
 
+def test_a_run_that_fails_by_torchrun_too_keeps_the_fork_for_the_next(template: Template, tmp_path: Path) -> None:
+    notes: list[str] = []
+    failing = spec(workload=f"{TROUBLE}:raises_in_make", ranks=1, size="")
+    launcher = WarmLauncher(template, failing, tmp_path / "run", note=notes.append)
+    assert launcher.run(lambda _: None).status == "failed"
+    assert (tmp_path / "run-forked").exists()
+    after = WarmLauncher(template, spec(ranks=1), tmp_path / "after", note=notes.append)
+    assert after.run(lambda _: None).status == "complete"
+    assert after._forked
+    assert notes == []
+
+
 def test_a_rank_whose_template_has_initialised_cuda_says_so_and_is_started_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
