@@ -1,9 +1,10 @@
 """Puts a planned all-reduce into a wrapped model: DDP's communication hook, or FSDP2's all-reduce hook over replicas.
 
 Which plan a message gets is measured here, on the run's own ranks, just before the run: every candidate at three
-sizes, the library's own all-reduce among them, the slowest rank's time counting. `auto` takes the fastest schedule and
-leaves the library in place where nothing beats it by more than a margin and the noise, or, for DDP on GPUs, where the
-schedule holds up matrix products beside it longer; a named schedule only has its chunks chosen.
+sizes, the library's own all-reduce among them, the slowest rank's time counting; a repetition takes the times of the
+run that it repeats. `auto` takes the fastest schedule and leaves the library in place where nothing beats it by more
+than a margin and the noise, or, for DDP on GPUs, where the schedule holds up matrix products beside it longer; a named
+schedule only has its chunks chosen.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from costlab.kernels.schedule.plan import Layout, Plan, Schedule
 from costlab.kernels.schedule.planner import Choice, Planner
 from costlab.kernels.schedule.topology import Link, uniform
 from costlab.probes.schedule_choice import ScheduleChoice
+from costlab.probes.schedule_kept import keep_curves, kept_path, read_curves
 from costlab.probes.spec import RunSpec, SpecError
 
 SIZES = (64 << 10, 1 << 20, 8 << 20)  # bytes; DDP's buckets are 1 MiB first, then 25 MiB
@@ -48,7 +50,7 @@ def planned_ddp(ddp: Any, spec: RunSpec, device: torch.device, choices: list[Sch
     `choices` gets what was measured, and later a row for each new size of message that the steps reduce.
     """
     communicator = _communicator(dist.group.WORLD, spec)
-    choose, said = _measured(communicator, spec.schedule, torch.float32, device, choices, beside=True)
+    choose, said = _measured(communicator, spec, torch.float32, device, choices, beside=True)
     ddp.register_comm_hook(None, hooks.ddp_hook(communicator, choose))
     return said
 
@@ -66,7 +68,7 @@ def planned_hsdp(
     `choices` as of `planned_ddp`.
     """
     communicator = _communicator(mesh["replicate"].get_group(), spec)
-    choose, said = _measured(communicator, spec.schedule, torch.float32, device, choices)
+    choose, said = _measured(communicator, spec, torch.float32, device, choices)
     count = hooks.fsdp_all_reduce(model, communicator, choose)
     return [f"{text} ({count} modules)" for text in said[:1]] + said[1:]
 
@@ -94,7 +96,7 @@ def _candidates(communicator: Communicator, schedule: str, device: torch.device)
 
 def _measured(
     communicator: Communicator,
-    schedule: str,
+    spec: RunSpec,
     dtype: torch.dtype,
     device: torch.device,
     choices: list[ScheduleChoice],
@@ -102,12 +104,18 @@ def _measured(
     beside: bool = False,
 ) -> tuple[Callable[[int], Plan], list[str]]:
     """What to run for so many bytes, and the choice at each measured size in a sentence."""
+    schedule = spec.schedule
     sizes, rounds = (GPU_SIZES, GPU_REPEATS) if device.type == "cuda" else (SIZES, REPEATS)
     plans = _candidates(communicator, schedule, device)
-    try:
-        found = measure.curves(communicator, plans, sizes, dtype, device, rounds, beside=beside)
-    except ScheduleError as error:
-        raise SpecError(f"--schedule {schedule}: {error}") from error
+    path = kept_path(spec, communicator, plans, sizes, beside=beside)
+    found = read_curves(path, communicator) if path and spec.lean else None
+    if found is None:
+        try:
+            found = measure.curves(communicator, plans, sizes, dtype, device, rounds, beside=beside)
+        except ScheduleError as error:
+            raise SpecError(f"--schedule {schedule}: {error}") from error
+        if path:
+            keep_curves(path, communicator, found)
     if not found.curves:
         refused = next(reversed(found.refused.values()), "")
         raise SpecError(f"--schedule {schedule}: {refused}; --schedule auto takes what can be had")

@@ -43,7 +43,7 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=F
     `chosen_save_only` none but this one.
     `plan` is the path of a fusion plan, whose rewrites are put in. `lean` leaves out what a repetition need not measure
     again: the machine's ceilings, the FLOP count, gradient norms, and the cold compile with its fusion trace; it finds
-    the graphs that an earlier run of its `cache_salt` compiled.
+    the graphs that an earlier run of its `cache_salt` compiled and the times of all-reduces that it measured.
     """
 
     workload: str = "llama"

@@ -7,6 +7,7 @@ what-if, since nothing can be compared with it.
 from __future__ import annotations
 
 import os
+import statistics
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -30,6 +31,7 @@ from costlab.probes.warm import Template, TemplateError, WarmLauncher
 Told = Callable[[events.WhatIfEvent], None]
 NO_FORK = "COSTLAB_NO_FORK"
 MOST_REPEATED = 2  # disturbed rounds that are measured again
+LATER_LEG = 0.45  # of a first leg's time, until one has ended: seen on H200s, with and without saves in the first round
 
 
 @contextmanager
@@ -159,11 +161,16 @@ class WhatIf:
         budget = self.spec.budget_s
         if budget is None or self._complete() < 2:
             return False
-        return time.monotonic() - self._began + self._leg_seconds() * len(self.order(number)) > budget
+        return time.monotonic() - self._began + self._leg_seconds(number) * len(self.order(number)) > budget
 
-    def _leg_seconds(self) -> float:
-        took = [leg.seconds for leg in self._evidence.legs]
-        return sum(took) / len(took) if took else 0.0
+    def _leg_seconds(self, number: int) -> float:
+        """What a leg of that round takes by those that were run; by the first round's while there are no later ones."""
+        first = [leg.seconds for leg in self._evidence.legs if leg.round == 0]
+        later = [leg.seconds for leg in self._evidence.legs if leg.round > 0]
+        if number and later:
+            return statistics.fmean(later)
+        each = statistics.fmean(first) if first else 0.0
+        return each * LATER_LEG if number else each
 
     def _early(self, rounds: int) -> WhatIfStatus | None:
         """Whether all variants are decided at a planned look."""
@@ -234,10 +241,11 @@ class WhatIf:
         return record
 
     def _announcement(self, arm: str, number: int) -> events.LegStarted:
-        done, left = len(self._evidence.legs), len(self.order(0))
-        remaining = left * (self.planned - number) - sum(leg.round == number for leg in self._evidence.legs)
-        each = self._leg_seconds()
-        eta = each * remaining if done else None
+        done, each_round = len(self._evidence.legs), len(self.order(0))
+        here = each_round - sum(leg.round == number for leg in self._evidence.legs)
+        later = each_round * (self.planned - number - 1)
+        remaining = here + later
+        eta = self._leg_seconds(number) * here + self._leg_seconds(number + 1) * later if done else None
         if eta is not None and self.spec.budget_s is not None:
             eta = min(eta, max(self.spec.budget_s - (time.monotonic() - self._began), 0.0))
         return events.LegStarted(arm=arm, round=number, number=done + 1, total=done + remaining, eta_s=eta)

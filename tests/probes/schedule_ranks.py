@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from costlab.kernels.schedule import measure
 from costlab.probes.parallel import wrap
 from costlab.probes.profiling import all_threads
 from costlab.probes.spec import RunSpec, SpecError
@@ -80,6 +82,27 @@ def choices(rank: int) -> list[dict[str, Any]]:
     for _ in range(2):
         wrapped.model(torch.ones(8, 33)).square().mean().backward()
     return [{**msgspec.to_builtins(c), "before": i < before} for i, c in enumerate(wrapped.schedules)]
+
+
+def repeated(rank: int, parallel: str, folder: str, spoil: str) -> tuple[list[str], list[str], int]:
+    """What a run and its repetition say of their choices, and how often the repetition measured."""
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
+    spec = RunSpec(ranks=4, device="cpu", parallel=parallel, compile="none", dtype="fp32")  # type: ignore[arg-type]
+    first = msgspec.structs.replace(spec, schedule="auto", cache_salt="what-if")
+    said = wrap(model(11), ["0", "2"], first, CPU).notes
+    if rank == 0 and spoil:
+        for path in Path(folder).glob("costlab-curves-*"):
+            path.write_text(spoil)
+    dist.barrier()
+    own, calls = measure.curves, []
+    measure.curves = lambda *a, **k: calls.append(1) or own(*a, **k)  # type: ignore[func-returns-value,assignment]
+    try:
+        wrapped = wrap(model(11), ["0", "2"], msgspec.structs.replace(first, lean=True), CPU)
+        wrapped.model(torch.ones(8, 33)).square().mean().backward()
+    finally:
+        measure.curves = own
+        del os.environ["TORCHINDUCTOR_CACHE_DIR"]
+    return said, wrapped.notes, len(calls)
 
 
 def traced(rank: int, parallel: str, schedule: str) -> tuple[list[tuple[Any, ...]], list[str]]:

@@ -53,6 +53,24 @@ def test_choices_are_kept_for_measured_sizes_and_for_each_message_of_the_step(fo
             assert (row["asked"], row["ranks"], row["hosts"], row["library"]) == ("auto", 4, 1, "gloo")
 
 
+@pytest.mark.parametrize("parallel", ["ddp", "hsdp"])
+def test_a_repetition_takes_the_times_of_the_run_it_repeats(four: Any, parallel: str, tmp_path: Path) -> None:
+    for said, again, measured in four.run(cases.repeated, 4, parallel, str(tmp_path), ""):
+        assert any("measured" in text for text in said)
+        assert again == said
+        assert measured == 0
+    assert len(list(tmp_path.glob("costlab-curves-*"))) == (1 if parallel == "ddp" else 2)
+
+
+PLAN = '[{"schedule":"by-carrier-pigeon"},[]]'
+
+
+@pytest.mark.parametrize("spoil", ["", "{", "{}", f'{{"alone":[{PLAN}],"beside":[],"noise":[],"refused":[]}}'])
+def test_times_that_cannot_be_read_are_measured_again(four: Any, tmp_path: Path, spoil: str) -> None:
+    results = four.run(cases.repeated, 4, "ddp", str(tmp_path), spoil or " ")
+    assert [measured for _, _, measured in results] == [1] * 4
+
+
 LAYERS = [33 * 64 + 64, 64 * 64 + 64, 64 * 17 + 17]
 HALVES = [4 * n // 2 for n in (*LAYERS[:2], 64 * 18 + 18)]  # FSDP pads 17 rows for its two ranks
 

@@ -14,7 +14,7 @@ from costlab.app.whatif import events
 from costlab.app.whatif.commands import answer
 from costlab.app.whatif.engine import WhatIf
 from costlab.app.whatif.legs import leg_spec, missing_bytes
-from costlab.app.whatif.results import WhatIfResult
+from costlab.app.whatif.results import LegRecord, WhatIfResult
 from costlab.app.whatif.spec import BASELINE, CONTROL, WhatIfSpec, make_whatif
 from costlab.app.whatif.static_dynamic import COMPILED_FSDP, static_dynamic, static_dynamic_spec
 from costlab.app.whatif.store import accuracy, find_cached, list_whatifs, load, new_whatif_directory, prediction_records
@@ -131,6 +131,27 @@ def test_events_come_in_order_with_predictions_before_any_variant() -> None:
     assert {e.total for e in started} == {6}
     assert started[0].eta_s is None
     assert started[-1].eta_s is not None
+
+
+@pytest.mark.parametrize(
+    ("first", "later", "eta"),
+    [
+        ([40.0], [], 2 * 40 + 3 * 0.45 * 40),
+        ([40.0, 30.0, 20.0], [], 3 * 0.45 * 30),
+        ([40.0, 30.0, 20.0], [8.0, 10.0], 9.0),
+    ],
+)
+def test_the_time_left_tells_first_legs_from_later_ones(first: list[float], later: list[float], eta: float) -> None:
+    engine = WhatIf(ask("sgd", legs=2), new_whatif_directory(), launcher=FakeMachine())
+    arms = engine.spec.arms()
+    engine._evidence.legs += [leg_record(arm, 0, seconds) for arm, seconds in zip(arms, first, strict=False)]
+    engine._evidence.legs += [leg_record(arm, 1, seconds) for arm, seconds in zip(arms, later, strict=False)]
+    number = 0 if len(first) < len(arms) else 1
+    assert engine._announcement(arms[0], number).eta_s == pytest.approx(eta)
+
+
+def leg_record(arm: str, number: int, seconds: float) -> LegRecord:
+    return LegRecord(arm=arm, round=number, position=0, directory="", seed=0, status="complete", seconds=seconds)
 
 
 def test_predictions_are_checked_and_recorded() -> None:
