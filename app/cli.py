@@ -113,6 +113,7 @@ def run_command(
     checkpoint_budget: Annotated[float, typer.Option(help="Seconds for checkpoints; 0: keep to two minutes")] = 0.0,
     threads: Annotated[int, typer.Option(help="CPU threads per rank; 0: the cores shared out")] = 0,
     check_in: Annotated[str, typer.Option(help="Bind ranks to their GPU's NUMA node: off, report or bind")] = "report",
+    gc: Annotated[str, typer.Option(help="Objects from before the steps: default, or freeze them")] = "default",
     silence_timeout: Annotated[float, typer.Option(help="Give up after this many seconds without progress")] = 600.0,
     collective_timeout: Annotated[float, typer.Option(help="Seconds a collective may take")] = 180.0,
     nnodes: Annotated[int, typer.Option(help="Hosts; start the same command on each")] = 1,

@@ -40,6 +40,7 @@ class StepRow(Row, kw_only=True):
     host_ms: Ms | None = None  # time until the host had enqueued the step
     loss: float | None = None
     start_ns: int = 0  # unix time
+    gc_ms: Ms | None = None  # of the host's time, what Python's garbage collector took; null: not watched
 
 
 class SpanRow(Row, kw_only=True):

@@ -17,6 +17,7 @@ GradCompression = Literal["none", "bf16", "fp16", "powersgd"]
 AllReduce = Literal["stock", "auto", "ring", "chain", "two-level", "hybrid", "symmetric"]
 Dynamic = Literal["auto", "off", "on"]
 CheckIn = Literal["off", "report", "bind"]
+Collector = Literal["default", "freeze"]
 CheckpointCodec = Literal["dcp", "exact", "fp8"]
 
 RECOMPUTE_NAMES = ("none", "block", "operator")
@@ -41,6 +42,7 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=F
     `checkpoint_codec` is how the training would save: "dcp" is a plain `dcp.save`, the others are presets of costlab's
     engine; it decides which stall is spread over the steps, all ways are measured as far as the budget goes, with
     `chosen_save_only` none but this one.
+    `gc` "freeze" leaves what there is before the timed steps out of Python's later garbage collections.
     `plan` is the path of a fusion plan, whose rewrites are put in. `lean` leaves out what a repetition need not measure
     again: the machine's ceilings, the FLOP count, gradient norms, and the cold compile with its fusion trace; it finds
     the graphs that an earlier run of its `cache_salt` compiled and the times of all-reduces that it measured.
@@ -84,6 +86,7 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=F
     collective_timeout_s: float = 180.0
     threads: int = 0
     check_in: CheckIn = "report"
+    gc: Collector = "default"
     nnodes: int = 1
     node_rank: int = 0
     rdzv_endpoint: str = ""

@@ -14,6 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import record_function
 
+from costlab.probes.collector import Watch, watched
 from costlab.probes.parallel import Wrapped
 from costlab.probes.records import StepRow
 from costlab.probes.workloads.base import Workload, one_number, to_device
@@ -111,28 +112,34 @@ def measure(
         trainer.synchronize()
     for _ in range(lead):
         trainer.step()
-    if trainer.device.type == "cuda":
-        return _measure_cuda(trainer, steps, rank, told)
-    return _measure_cpu(trainer, steps, rank, told)
+    with watched() as watch:
+        if trainer.device.type == "cuda":
+            return _measure_cuda(trainer, steps, rank, told, watch)
+        return _measure_cpu(trainer, steps, rank, told, watch)
 
 
-def _measure_cpu(trainer: Trainer, steps: int, rank: int, told: Callable[[int, float], None]) -> list[StepRow]:
+def _measure_cpu(
+    trainer: Trainer, steps: int, rank: int, told: Callable[[int, float], None], watch: Watch
+) -> list[StepRow]:
     rows = []
     for i in range(steps):
         began = time.time_ns()
         start = time.perf_counter()
         loss = trainer.step()
         ms = (time.perf_counter() - start) * 1e3
-        rows.append(
-            StepRow(rank=rank, step=i, role="timed", ms=ms, host_ms=ms, loss=float(loss.item()), start_ns=began)
-        )
+        paused = watch.take()
+        value = float(loss.item())
+        row = StepRow(rank=rank, step=i, role="timed", ms=ms, host_ms=ms, loss=value, start_ns=began, gc_ms=paused)
+        rows.append(row)
         told(i, ms)
     return rows
 
 
-def _measure_cuda(trainer: Trainer, steps: int, rank: int, told: Callable[[int, float], None]) -> list[StepRow]:
+def _measure_cuda(
+    trainer: Trainer, steps: int, rank: int, told: Callable[[int, float], None], watch: Watch
+) -> list[StepRow]:
     events = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)]
-    host, began, losses = [], [], []
+    host, began, losses, paused = [], [], [], []
     events[0].record()
     for i in range(steps):
         began.append(time.time_ns())
@@ -140,6 +147,7 @@ def _measure_cuda(trainer: Trainer, steps: int, rank: int, told: Callable[[int, 
         losses.append(trainer.step())
         events[i + 1].record()
         host.append((time.perf_counter() - start) * 1e3)
+        paused.append(watch.take())
         told(i, host[-1])
     trainer.synchronize()
     return [
@@ -151,6 +159,7 @@ def _measure_cuda(trainer: Trainer, steps: int, rank: int, told: Callable[[int, 
             host_ms=host[i],
             loss=float(losses[i].item()),
             start_ns=began[i],
+            gc_ms=paused[i],
         )
         for i in range(steps)
     ]

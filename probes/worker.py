@@ -426,6 +426,10 @@ def measure_phase(run: RankRun, trainer: Trainer) -> None:
         eta = (time.monotonic() - started) / (index + 1) * (steps - index - 1)
         run.voice.progress(index + 1, steps, f"{ms:.1f} ms", eta)
 
+    if run.spec.gc == "freeze":
+        from costlab.probes.collector import freeze
+
+        run.voice.log(f"{freeze():,} objects are left out of garbage collections")
     dist.barrier()
     with run.memory.phase("measure"), run.energy.phase("measure", steps=lead + steps):
         rows = measure(trainer, steps, run.rank, told, lead=lead)

@@ -5,11 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from costlab.app.analysis.frames import finite, median_interval, quantile, real
-from costlab.app.analysis.views import Figure, StepsView
+from costlab.app.analysis.views import CollectorView, Figure, StepsView
 from costlab.probes.records import WorkloadFacts
 
 if TYPE_CHECKING:
     import pandas as pd
+
+PAUSE = 0.05  # share of the median step from which collections in one step are told
+LEAST_OTHERS = 3  # steps without such collections that those with them are compared to
 
 
 def steps_view(steps: pd.DataFrame, facts: WorkloadFacts, ranks: int) -> StepsView | None:
@@ -43,9 +46,33 @@ def steps_view(steps: pd.DataFrame, facts: WorkloadFacts, ranks: int) -> StepsVi
         loss_last=real(losses.loss.iloc[-1]) if len(losses) else None,
         loss_bad=len(bad),
         loss_bad_from=bad[0] if bad else None,
+        collector=collector_view(timed, step.value),
         peak_tflops=_machine(facts.peak_tflops, "TFLOP/s", facts.peak_method or "matrix product on one device"),
         profiled_only=role == "profiled",
         copy_gbps=_machine(facts.copy_gbps, "GB/s", "device copy on one device, bytes read plus bytes written"),
+    )
+
+
+def collector_view(timed: pd.DataFrame, median_ms: float | None) -> CollectorView | None:
+    """What the collector took of the timed steps; None where no rank watched it, or there is no step time."""
+    watched = timed[timed.gc_ms.notna() & timed.ms.notna()]
+    if watched.empty or not median_ms:
+        return None
+    by_step = watched.groupby("step")[["gc_ms", "ms"]].max()
+    longest = watched.sort_values("gc_ms", kind="stable").iloc[-1]
+    paused = by_step[by_step.gc_ms >= PAUSE * median_ms]
+    others = by_step[by_step.gc_ms < PAUSE * median_ms]
+    bound = len(others) < LEAST_OTHERS and len(paused) > 0
+    without = float((by_step.ms - by_step.gc_ms).median() if bound else others.ms.median())
+    lost = (paused.ms - without).clip(lower=0.0).clip(upper=paused.gc_ms)
+    return CollectorView(
+        per_step_ms=float(by_step.gc_ms.mean()),
+        longest_ms=float(longest.gc_ms),
+        rank=int(longest["rank"]),
+        step=int(longest.step),
+        paused=len(paused),
+        lost_ms=float(lost.sum()) / len(by_step),
+        bound=bound,
     )
 
 

@@ -58,6 +58,18 @@ class RunInfo(View, frozen=True, kw_only=True):
     notes: list[str] = []  # what is missing from this run and why
 
 
+class CollectorView(View, frozen=True, kw_only=True):
+    """Python's garbage collector in the timed steps. A step waits for the rank that collects longest in it."""
+
+    per_step_ms: float  # mean over the steps, each of the rank with the longest collections
+    longest_ms: float  # of one step on one rank
+    rank: int  # whose that was
+    step: int  # which that was
+    paused: int = 0  # steps with collections of at least 5 % of the median step on some rank
+    lost_ms: float = 0.0  # what those steps took beyond the others, at most their collections; mean over all steps
+    bound: bool = False  # there are too few others: `lost_ms` is as if nothing had hidden the collections
+
+
 class StepsView(View, frozen=True, kw_only=True):
     """Unprofiled timed steps; a step's time is the slowest rank's."""
 
@@ -74,6 +86,7 @@ class StepsView(View, frozen=True, kw_only=True):
     loss_last: float | None = None
     loss_bad: int = 0  # timed steps in which some rank's loss was infinite or not a number
     loss_bad_from: int | None = None  # the first of them
+    collector: CollectorView | None = None  # None: not watched
     peak_tflops: Figure | None = None
     copy_gbps: Figure | None = None
     profiled_only: bool = False  # no unprofiled step was recorded: times include the profiler's own cost

@@ -1,12 +1,13 @@
-"""Time in which the device has nothing to do: it waits for launches, for a host that waits for it, or for data."""
+"""Time in which the device has nothing to do: it waits for launches, for a host that waits for it or collects garbage,
+or for data."""
 
 from __future__ import annotations
 
 from costlab.app.analysis.views import Finding
-from costlab.app.diagnosis.rule import Context
+from costlab.app.diagnosis.rule import Context, severity_of
 from costlab.app.figures import ms, share
 
-LAUNCH_SHARE, SYNC_SHARE, DATA_SHARE = 0.03, 0.02, 0.02
+LAUNCH_SHARE, SYNC_SHARE, DATA_SHARE, COLLECTOR_SHARE = 0.03, 0.02, 0.02, 0.01
 
 
 def launch_bound(context: Context) -> list[Finding]:
@@ -89,3 +90,52 @@ def data_loading(context: Context) -> list[Finding]:
             how="upper bound: all idle time while waiting for data",
         )
     ]
+
+
+def garbage_collection(context: Context) -> list[Finding]:
+    """Steps with collections lost at least 1 % of the step, spread over all timed steps."""
+    steps = context.report.steps
+    view = steps.collector if steps else None
+    if steps is None or view is None or (context.share_of(view.lost_ms) or 0.0) < COLLECTOR_SHARE:
+        return []
+    action, proves = _fewer_collections(context)
+    at_most = "at most " if view.bound else ""
+    return [
+        context.finding(
+            "garbage-collection",
+            f"Python's garbage collector costs the steps {at_most}{ms(view.lost_ms)} on average",
+            [
+                f"it held {view.paused} of {len(steps.series_ms)} timed steps, longest step {view.step} on rank "
+                f"{view.rank}: {ms(view.longest_ms)}",
+                f"{_compared(view.bound)}, spread over all: {context.of_step(view.lost_ms)}",
+                "seen in one step only: --steps 200 tells how often it comes" if view.paused == 1 else "",
+            ],
+            action,
+            severity="low" if view.paused == 1 else severity_of(context.share_of(view.lost_ms)),
+            source="measured",
+            proves=proves,
+        )
+    ]
+
+
+def _compared(bound: bool) -> str:
+    return "at most, if the device waits for the host" if bound else "these took longer than the others by"
+
+
+def _fewer_collections(context: Context) -> tuple[str, str]:
+    if context.option("gc") == "freeze":
+        return (
+            "What was there before the steps is left out already: look for what the steps themselves keep, such as "
+            "losses with their graphs, or for reference cycles (gc.set_debug(gc.DEBUG_STATS)).",
+            "",
+        )
+    steps = context.report.steps
+    called = steps is not None and steps.collector is not None and steps.collector.bound
+    return (
+        ("Nearly every step collects: if the code of a step calls gc.collect(), leave that out. " if called else "")
+        + "Call gc.collect() and gc.freeze() after the first steps: later collections then pass over the model and "
+        "what was compiled. With many ranks also gc.disable(), and gc.collect(1) every N-th step on all of them at "
+        "once, or they wait for one another in turn."
+        + ("" if called else " The median step hides rare ones: compare garbage collection per step."),
+        "--gc freeze",
+    )

@@ -26,6 +26,7 @@ RULES: dict[str, Rule] = {
     "launch-bound": idle.launch_bound,
     "host-sync": idle.host_sync,
     "data-loading": idle.data_loading,
+    "garbage-collection": idle.garbage_collection,
     "exposed-communication": communication.exposed,
     "straggler": communication.straggler,
     "communicated-bytes": communication.unexpected_bytes,

@@ -286,8 +286,9 @@ def _write_arm(doc: Document, arm: Arm) -> None:
     inner.table(["", "baseline", arm.name, "change", "relative", "A/A", ""], rows, right=range(1, 6))
     inner.items([[sentence(n)] for n in arm.notes])
     inner.say(
-        "Memory, energy and cost are of all legs; the rest is of the two legs that were profiled. A/A: what two legs"
-        " that are alike differ by; up to three times that, or an overlap of a figure's own intervals, is the same."
+        "Memory, energy, garbage collection and cost are of all legs; the rest is of the two legs that were profiled."
+        " A/A: what two legs that are alike differ by; up to three times that, or an overlap of a figure's own"
+        " intervals, is the same."
     )
     doc.details(f"What else {arm.name} changes", inner)
 

@@ -14,6 +14,7 @@ from costlab.app.whatif.results import LegRecord
 from costlab.app.whatif.spec import BASELINE, CONTROL
 
 MARGIN = 3.0  # two normal differences have such a ratio or a larger one in 20 of 100 cases
+COLLECTOR_SHARE = 0.005  # of the step, from which garbage collection is told
 Getter = Callable[[RunReport], float | None]
 
 
@@ -91,19 +92,35 @@ def deltas(
 ) -> list[Change]:
     """All changes of which one side at least was measured; of a save only where the variant saved.
 
-    Memory and energy are medians over all legs; the rest is of the profiled legs, one each. What changes no more than
-    three times as much as between the baseline's leg and the control's, whose report is `again`, or within a figure's
-    own interval, is "same".
+    Memory and energy are medians over all legs, garbage collection is a mean over them; the rest is of the profiled
+    legs, one each. What changes no more than three times as much as between the baseline's leg and the control's, whose
+    report is `again`, or within a figure's own interval, is "same".
     """
     out = []
     for name, unit, field in (("peak memory", "B", "peak_bytes"), ("energy per step", "J", "step_joules")):
         base, first, second = (typical(legs, arms, field) for arms in ([BASELINE, CONTROL], [BASELINE], [CONTROL]))
         change = change_of(name, unit, base, typical(legs, [arm], field))
         out.append(_beside(change, change_of(name, unit, first, second)))
+    out += _collections(legs, arm)
     if before is not None and after is not None:
         told = [f for f in _FIGURES if f[2] not in _OF_SAVES or f[2](after) is not None]
         out += [_figure(which, before, after, again) for which in told]
     return [c for c in out if c.a is not None or c.b is not None]
+
+
+def _collections(legs: Sequence[LegRecord], arm: str) -> list[Change]:
+    """Garbage collection where it matters. It is rare: a mean over legs, not a median, which is often that of none."""
+    base, first, second, own = (_mean(legs, arms) for arms in ([BASELINE, CONTROL], [BASELINE], [CONTROL], [arm]))
+    step = typical(legs, [BASELINE, CONTROL], "step_ms") or 0.0
+    if max(base or 0.0, own or 0.0) < COLLECTOR_SHARE * step:
+        return []
+    name = "garbage collection per step"
+    return [_beside(change_of(name, "ms", base, own), change_of(name, "ms", first, second))]
+
+
+def _mean(legs: Sequence[LegRecord], arms: Sequence[str]) -> float | None:
+    known = [leg.gc_ms for leg in legs if leg.arm in arms and leg.status == "complete" and leg.gc_ms is not None]
+    return statistics.fmean(known) if known else None
 
 
 def _figure(

@@ -114,6 +114,7 @@ def read_leg(
         losses=losses_of(run),
         peak_bytes=peak.value if peak else None,
         step_joules=energy.value if energy else None,
+        gc_ms=steps.collector.per_step_ms if steps and steps.collector else None,
         gradients=gradients_of(run),
         failure=failure.message if failure else "",
         failure_kind=failure.kind if failure else "",

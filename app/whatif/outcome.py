@@ -19,6 +19,10 @@ from costlab.app.whatif.spec import BASELINE, CONTROL, Variant, WhatIfSpec
 from costlab.probes.records import Environment
 
 NOTES = 8  # of one arm
+RARE = (
+    "steps are compared by their medians, which collections in a few of them do not move: see the mean time of garbage "
+    "collection per step, where there was any"
+)
 
 
 @dataclass
@@ -203,7 +207,10 @@ def _own_notes(evidence: Evidence, name: str) -> list[str]:
     before, after = evidence.reports.get(BASELINE), evidence.reports.get(name)
     if before is None or after is None:
         return []
-    return [n for n in after.run.notes if n not in before.run.notes][:NOTES]
+    notes = [n for n in after.run.notes if n not in before.run.notes]
+    if before.run.spec.get("gc") != after.run.spec.get("gc"):
+        notes.insert(0, RARE)
+    return notes[:NOTES]
 
 
 def _verdict(estimate: stats.Estimate | None, control: stats.Estimate | None, *, own_control: bool) -> stats.Verdict:

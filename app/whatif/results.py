@@ -33,6 +33,7 @@ class LegRecord(View, frozen=True, kw_only=True):
     losses: dict[int, float | None] = msgspec.field(default_factory=dict)
     peak_bytes: float | None = None
     step_joules: float | None = None
+    gc_ms: float | None = None  # garbage collection per step, mean over the timed steps
     failure: str = ""
     failure_kind: str = ""
     gradients: dict[str, float] = msgspec.field(default_factory=dict)  # L2 norm by tensor, of one step

@@ -97,6 +97,7 @@ TOGGLES: dict[str, Toggle] = {
         Toggle("fp32", "fp32", {"dtype": "fp32"}),
         Toggle("recompute", "recompute each block's activations", {"recompute": "block"}),
         Toggle("numa-bind", "bind ranks to their GPU's NUMA node", {"check_in": "bind"}, _needs_gpu),
+        Toggle("gc-freeze", "objects from before the steps left out of garbage collections", {"gc": "freeze"}),
         Toggle("fp8", "save with costlab's engine in FP8", {"checkpoint_codec": "fp8"}),
         Toggle("exact", "save with costlab's engine, exactly", {"checkpoint_codec": "exact"}),
         Toggle("sgd", "SGD with momentum", {"optimizer": "sgd"}),

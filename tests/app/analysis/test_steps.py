@@ -45,6 +45,58 @@ def test_losses_that_are_no_numbers_are_counted_by_step() -> None:
     assert (sound.loss_bad, sound.loss_bad_from) == (0, None)
 
 
+def test_collections_are_told_by_step_of_the_rank_that_collects_longest() -> None:
+    rows = timed([[100, 100, 140, 100], [100, 101, 141, 160]])
+    for row, paused in zip(rows, [0, 0, 30, 0, 0, 4.9, 50, 10], strict=True):
+        row.gc_ms = paused
+    rows.append(StepRow(rank=0, step=9, role="control", ms=900.0, gc_ms=800.0))
+    view = steps_view(frame(StepRow, rows), FACTS, 2)
+    assert view is not None
+    assert view.step_ms.value == 121  # of 100, 101, 141, 160
+    found = view.collector
+    assert found is not None
+    assert found.per_step_ms == pytest.approx((0 + 4.9 + 50 + 10) / 4)
+    assert (found.longest_ms, found.rank, found.step) == (50, 1, 2)
+    assert found.paused == 2  # 4.9 ms are less than 5 % of 121
+    assert found.bound  # two steps are too few to compare with: 100, 96.1, 91, 150 without collections, median 98.05
+    assert found.lost_ms == pytest.approx((141 - 98.05 + 10) / 4)  # the last took 62 more, of which 10 were collections
+
+
+def test_steps_with_collections_are_compared_with_those_without() -> None:
+    rows = timed([[100, 101, 99, 140, 300, 95]])
+    for row, paused in zip(rows, [0, 0, 1, 30, 20, 20], strict=True):
+        row.gc_ms = paused
+    view = steps_view(frame(StepRow, rows), FACTS, 1)
+    assert view is not None
+    assert view.collector is not None
+    assert (view.collector.paused, view.collector.bound) == (3, False)
+    assert view.collector.lost_ms == pytest.approx((30 + 20 + 0) / 6)  # hidden from the last step
+
+
+@pytest.mark.parametrize("hidden", [0.0, 1.0])
+def test_where_every_step_collects_the_loss_is_a_bound(hidden: float) -> None:
+    rows = timed([[500.0 * (1 - hidden) + 100] * 8])
+    for row in rows:
+        row.gc_ms = 500.0 * (1 - hidden) + 20 * hidden
+    view = steps_view(frame(StepRow, rows), FACTS, 1)
+    assert view is not None
+    assert view.collector is not None
+    assert view.collector.bound
+    assert view.collector.lost_ms == pytest.approx(500.0 * (1 - hidden) + 20 * hidden)
+
+
+def test_collections_that_nobody_watched_are_not_none_at_all() -> None:
+    rows = timed([[100, 100], [100, 100]])
+    view = steps_view(frame(StepRow, rows), FACTS, 2)
+    assert view is not None
+    assert view.collector is None
+    rows[3].gc_ms = 0.0
+    view = steps_view(frame(StepRow, rows), FACTS, 2)
+    assert view is not None
+    assert view.collector is not None
+    assert (view.collector.paused, view.collector.lost_ms) == (0, 0.0)
+
+
 def test_a_step_is_as_long_as_on_its_slowest_rank() -> None:
     view = steps_view(frame(StepRow, timed([[100, 110, 100], [105, 100, 101]])), FACTS, 2)
     assert view is not None

@@ -12,6 +12,7 @@ from costlab.app.analysis.views import (
     BreakView,
     CacheView,
     CollectivesView,
+    CollectorView,
     CompileView,
     FusionView,
     PatternView,
@@ -59,6 +60,11 @@ def warm(**counts: int) -> CompileView:
     )
 
 
+def collecting(lost: float, paused: int = 2) -> RunReport:
+    view = CollectorView(per_step_ms=2 * lost, longest_ms=300.0, rank=1, step=14, paused=paused, lost_ms=lost)
+    return healthy(steps=StepsView(step_ms=figure(100.0, n=20), series_ms=[100.0] * 20, collector=view))
+
+
 def test_a_healthy_run_has_no_findings() -> None:
     assert ids(healthy()) == []
 
@@ -86,6 +92,7 @@ CASES: dict[str, tuple[RunReport, RunReport]] = {  # rule -> fires, just does no
     "anti-pattern": (healthy(fusion=with_pattern("mutation")), healthy(fusion=with_pattern("hidden_copy"))),
     "host-sync": (healthy(waterfall=parts(idle_sync=2.0)), healthy(waterfall=parts(idle_sync=1.9))),
     "data-loading": (healthy(waterfall=parts(idle_data=2.0)), healthy(waterfall=parts(idle_data=1.9))),
+    "garbage-collection": (collecting(1.0), collecting(0.99)),
     "exposed-communication": (late(0.0, 10.0, 3.0), late(1.0, 9.0, 3.0)),
     "straggler": (late(2.0, 8.0, 10.0), late(1.9, 8.1, 10.0)),
     "communicated-bytes": (
@@ -240,6 +247,35 @@ def test_severity_follows_the_share_of_the_step() -> None:
 def test_launch_idle_asks_for_the_next_option(options: dict[str, Any], proves: str) -> None:
     (finding,) = found("launch-bound", healthy(waterfall=parts(idle_launch=10.0), **options))
     assert finding.proves == proves
+
+
+def test_one_garbage_collection_says_little_of_how_often_it_comes() -> None:
+    (once,), (often,) = (found("garbage-collection", collecting(6.0, paused=n)) for n in (1, 2))
+    assert (once.severity, often.severity) == ("low", "high")
+    assert any("--steps 200" in text for text in once.evidence)
+    assert not any("--steps" in text for text in often.evidence)
+    assert once.saves_ms is None
+    assert once.proves == "--gc freeze"
+
+
+@pytest.mark.parametrize(
+    ("bound", "words"), [(True, "at most, if the device waits"), (False, "longer than the others")]
+)
+def test_what_collections_cost_says_what_it_was_compared_with(bound: bool, words: str) -> None:
+    report = collecting(6.0)
+    assert report.steps is not None and report.steps.collector is not None
+    view = msgspec.structs.replace(report.steps.collector, bound=bound)
+    report = msgspec.structs.replace(report, steps=msgspec.structs.replace(report.steps, collector=view))
+    (finding,) = found("garbage-collection", report)
+    assert any(words in text for text in finding.evidence)
+
+
+def test_what_is_frozen_already_is_not_frozen_again() -> None:
+    report = collecting(6.0)
+    frozen = msgspec.structs.replace(report, run=msgspec.structs.replace(report.run, spec={"gc": "freeze"}))
+    (finding,) = found("garbage-collection", frozen)
+    assert finding.proves == ""
+    assert "gc.freeze" not in finding.action
 
 
 def test_waiting_and_transfer_are_two_findings_that_share_the_time() -> None:

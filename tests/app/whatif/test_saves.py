@@ -11,8 +11,9 @@ from costlab.app.analysis.checkpoint import checkpoint_view
 from costlab.app.analysis.views import RunReport
 from costlab.app.report.whatif import saving
 from costlab.app.whatif.deltas import deltas
+from costlab.app.whatif.results import LegRecord
 from costlab.app.whatif.saves import save_effect
-from costlab.app.whatif.spec import make_whatif
+from costlab.app.whatif.spec import BASELINE, CONTROL, make_whatif
 from costlab.app.whatif.toggles import Machine
 from costlab.probes.records import CheckpointRow
 from costlab.probes.spec import RunSpec
@@ -74,6 +75,23 @@ def test_a_change_within_what_two_alike_legs_differ_by_is_none() -> None:
     assert verdicts(50.0, 24.0, 80.0) == [("same", pytest.approx(0.6))]
     assert verdicts(50.0, 24.0, 40.0) == [("same", pytest.approx(-0.2))]
     assert verdicts(50.0, 24.0, 45.0) == [("better", pytest.approx(-0.1))]
+
+
+def collecting(arm: str, gc_ms: float | None) -> LegRecord:
+    return LegRecord(
+        arm=arm, round=0, position=0, directory="", seed=0, status="complete", seconds=9.0, step_ms=100.0, gc_ms=gc_ms
+    )
+
+
+def test_rare_collections_are_compared_by_their_mean_where_they_matter() -> None:
+    def found(base: list[float], own: list[float | None]) -> list[tuple[float | None, float | None]]:
+        legs = [*(collecting(BASELINE, ms) for ms in base), *(collecting("gc-freeze", ms) for ms in own)]
+        changes = deltas([*legs, collecting(CONTROL, base[0])], "gc-freeze", None, None)
+        return [(c.a, c.b) for c in changes if c.name == "garbage collection per step"]
+
+    assert found([0.0, 12.0, 0.0], [0.0, 0.0, 0.0]) == [(3.0, 0.0)]
+    assert found([0.4, 0.4, 0.4], [0.1, 0.2, 0.3]) == []
+    assert found([12.0, 12.0], [None]) == [(12.0, None)]
 
 
 def test_stalls_whose_intervals_overlap_are_the_same() -> None:
