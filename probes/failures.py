@@ -22,6 +22,8 @@ KINDS = {
     "unused-parameters": "some parameters take no part in the loss, which costlab's DDP does not allow: freeze them"
     " (requires_grad_(False)), leave them out, or run with --parallel fsdp",
     "sparse-gradients": "sharding and AdamW take dense gradients only: make the embedding with sparse=False",
+    "past-the-wrapper": "DDP and FSDP2 act in the model's forward() alone: have the loss call model(...) and nothing else"
+    " of it, and move into forward() what such a method does or a parameter is needed for",
     "illegal-address": "a kernel wrote out of bounds: CUDA_LAUNCH_BLOCKING=1 names it",
     "segfault": "a native library crashed: the log tail shows the last Python frames",
     "killed": "something outside costlab killed the process",
@@ -47,6 +49,8 @@ def classify(type_name: str, message: str) -> str:
         (r"expected scalar type \w+ but found|to have (the )?same dtype|must have the same dtype|mixed dtype", "dtype"),
         (r"parameters that were not used in producing loss", "unused-parameters"),
         (r"Sparse(CPU|CUDA)|does not support sparse gradients", "sparse-gradients"),
+        (r"'DistributedDataParallel' object has no attribute", "past-the-wrapper"),
+        (r"got mixed torch\.Tensor and DTensor", "past-the-wrapper"),
         (r"torch\._dynamo|torch\._inductor|BackendCompilerFailed|Inductor|CppCompileError", "compile"),
     )
     return next((kind for pattern, kind in tests if re.search(pattern, text)), "error")
@@ -54,9 +58,9 @@ def classify(type_name: str, message: str) -> str:
 
 def advice(kind: str, line: str) -> str:
     """What to try; `line` is the user's own line under the error, if there is one."""
-    if not line or kind not in ("error", "dtype"):
+    if not line or kind not in ("error", "dtype", "past-the-wrapper"):
         return KINDS.get(kind, KINDS["error"])
-    if kind == "dtype":
+    if kind != "error":
         return f"{KINDS[kind]}; your own line is {line}"
     return f"look at {line}, the last line of your own code in the traceback"
 
