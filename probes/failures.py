@@ -22,8 +22,8 @@ KINDS = {
     "unused-parameters": "some parameters take no part in the loss, which costlab's DDP does not allow: freeze them"
     " (requires_grad_(False)), leave them out, or run with --parallel fsdp",
     "sparse-gradients": "sharding and AdamW take dense gradients only: make the embedding with sparse=False",
-    "past-the-wrapper": "DDP and FSDP2 act in the model's forward() alone: have the loss call model(...) and nothing else"
-    " of it, and move into forward() what such a method does or a parameter is needed for",
+    "past-the-wrapper": "DDP and FSDP2 act in the model's forward() alone: have the loss call model(...) and nothing"
+    " else of it, and move into forward() what such a method does or a parameter is needed for",
     "illegal-address": "a kernel wrote out of bounds: CUDA_LAUNCH_BLOCKING=1 names it",
     "segfault": "a native library crashed: the log tail shows the last Python frames",
     "killed": "something outside costlab killed the process",
