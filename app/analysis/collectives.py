@@ -23,6 +23,7 @@ CONVENTION = (
     "reduce_scatter, all_to_all, gather and scatter, x 1 for broadcast, reduce, send and recv; GB = 1e9 bytes"
 )
 RESOLUTION_US = 1.0  # a lead below the profilers' time resolution names nobody
+LEAST_LATE = 3  # times a rank must have been last before it is named: once or twice is chance
 _CALL = ["step", "group", "seq"]
 _LIKE = ["kind", "schedule", "group_size", "dtype", "bytes_in", "bytes_out"]
 _UNEVEN = frozenset({"all_to_all", "gather", "scatter", "send_recv"})  # sizes may differ by rank
@@ -239,7 +240,7 @@ def _straggler(calls: pd.DataFrame, late: Mapping[tuple[Any, ...], int], steps: 
     all_wait, last = sum(waits.values()), Counter(late.values())[rank]
     chance = 0.5 + 0.5 / calls["rank"].nunique()
     matched = len(calls[calls.transfer.notna()].drop_duplicates(_CALL))
-    if wait < chance * all_wait or last < chance * len(late):
+    if wait < chance * all_wait or last < max(LEAST_LATE, chance * len(late)):
         return ""
     within = f" ±{last * doubt_us / 1000 / steps:.2g}" if doubt_us else ""
     return (

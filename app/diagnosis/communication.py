@@ -80,7 +80,8 @@ def straggler(context: Context) -> list[Finding]:
     if (context.share_of(wait) or 0.0) < WAIT_SHARE:
         return []
     late = [r.last_rank for r in collectives.rows if r.last_rank is not None]
-    who = max(set(late), key=late.count) if late else None
+    who = max(set(late), key=late.count) if late and collectives.straggler else None
+    once = context.option("profile_steps") == 1
     return [
         context.finding(
             "straggler",
@@ -89,6 +90,9 @@ def straggler(context: Context) -> list[Finding]:
                 f"exposed: {context.of_step(context.parts.get(COMMUNICATION, 0.0))}, of it {ms(wait)} waiting",
                 collectives.straggler,
                 _spread(context),
+                "seen in one profiled step: --profile-steps 10 tells whether it is the same rank always"
+                if once
+                else "",
             ],
             "Find what the late rank does before its collectives: uneven batches or sequence lengths, logging or "
             "saving on one rank, a slower or hotter GPU, CPU binding. Only balance helps; a faster network does not.",

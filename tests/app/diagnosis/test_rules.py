@@ -288,6 +288,19 @@ def test_waiting_and_transfer_are_two_findings_that_share_the_time() -> None:
     assert "25 %" in " ".join(exposed.evidence)
 
 
+@pytest.mark.parametrize(("steps", "said"), [(1, True), (3, False)])
+def test_a_straggler_of_one_step_says_so_and_one_that_is_not_proven_is_not_named(steps: int, said: bool) -> None:
+    report = late(15.0, 5.0)
+    report = msgspec.structs.replace(report, run=msgspec.structs.replace(report.run, spec={"profile_steps": steps}))
+    (named,) = found("straggler", report)
+    assert "rank 1" in named.title
+    assert any("--profile-steps 10" in text for text in named.evidence) == said
+    assert report.collectives is not None
+    unproven = msgspec.structs.replace(report.collectives, straggler="")
+    (finding,) = found("straggler", msgspec.structs.replace(report, collectives=unproven))
+    assert "a late one" in finding.title
+
+
 def test_unknown_waiting_is_no_straggler() -> None:
     view = CollectivesView(wait_ms=None, transfer_ms=None)
     report = healthy(collectives=view, waterfall=parts(exposed_communication=50.0))
