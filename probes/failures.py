@@ -19,6 +19,8 @@ KINDS = {
     " symbolic shapes that the compiler stumbles over",
     "dtype": "run again with --dtype fp32, or convert what meets in the operator at the end of the traceback: it takes"
     " one element type only, on a CPU more often than on a GPU",
+    "mixed-parameters": "FSDP2 shards what is gathered together as one tensor: give the parameters one element type or"
+    " run with --parallel ddp",
     "unused-parameters": "some parameters take no part in the loss, which costlab's DDP does not allow: freeze them"
     " (requires_grad_(False)), leave them out, or run with --parallel fsdp",
     "sparse-gradients": "sharding and AdamW take dense gradients only: make the embedding with sparse=False",
@@ -47,6 +49,7 @@ def classify(type_name: str, message: str) -> str:
         (r"illegal memory access|CUDA error|device-side assert", "illegal-address"),
         (r"No space left on device|Errno 28|Disk quota", "disk"),
         (r"expected scalar type \w+ but found|to have (the )?same dtype|must have the same dtype|mixed dtype", "dtype"),
+        (r"uniform (original parameter|requires_grad|reduce) ?dtype", "mixed-parameters"),
         (r"parameters that were not used in producing loss", "unused-parameters"),
         (r"Sparse(CPU|CUDA)|does not support sparse gradients", "sparse-gradients"),
         (r"'DistributedDataParallel' object has no attribute", "past-the-wrapper"),

@@ -249,9 +249,9 @@ def _sharded_bytes(wrapped: Wrapped, shard: int, world: int, param_bytes: int, m
     return total, formula
 
 
-def make_optimizer(wrapped: Wrapped, spec: RunSpec, device: torch.device) -> torch.optim.Optimizer:
-    """AdamW or SGD with momentum; fused on CUDA."""
+def make_optimizer(wrapped: Wrapped, spec: RunSpec) -> torch.optim.Optimizer:
+    """AdamW, fused unless there are complex parameters, or SGD with momentum: its fused form takes no sharded ones."""
     parameters = [p for p in wrapped.model.parameters() if p.requires_grad]
     if spec.optimizer == "sgd":
         return torch.optim.SGD(parameters, lr=spec.lr, momentum=0.9)
-    return torch.optim.AdamW(parameters, lr=spec.lr, fused=device.type == "cuda")
+    return torch.optim.AdamW(parameters, lr=spec.lr, fused=all(p.is_floating_point() for p in parameters))

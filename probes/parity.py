@@ -43,5 +43,6 @@ def whole_norm(gradient: Tensor) -> float:
     """L2 norm of a gradient in fp32; of a sharded one over all shards, which is a collective call."""
     from torch.distributed.tensor import DTensor
 
-    norm = torch.linalg.vector_norm(gradient, dtype=torch.float32)
+    wide = torch.complex64 if gradient.is_complex() else torch.float32
+    norm = torch.linalg.vector_norm(gradient, dtype=wide)
     return float((norm.full_tensor() if isinstance(norm, DTensor) else norm).item())

@@ -266,7 +266,7 @@ def build(run: RankRun) -> Trainer:
         set_activation_budget(workload, spec)
         run.voice.progress(2, 3, "wrapping the model")
         wrapped = wrap(workload.model, workload.blocks, spec, run.device, workload.dynamic)
-        optimizer = make_optimizer(wrapped, spec, run.device)
+        optimizer = make_optimizer(wrapped, spec)
     for note in wrapped.notes if run.rank == 0 else ():
         run.voice.log(note)
     run.schedules = wrapped.schedules

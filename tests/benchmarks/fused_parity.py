@@ -57,7 +57,7 @@ def train(size: str, fused: bool, seed: int, steps: int) -> dict[str, Any]:
         workload.loss = loss or workload.loss
         found += ["linear_cross_entropy: loss"] if loss else []
     wrapped = wrap(workload.model, workload.blocks, spec, device, workload.dynamic)
-    optimizer = make_optimizer(wrapped, spec, device)
+    optimizer = make_optimizer(wrapped, spec)
     losses, marks, memory = [], [], {"parameters": _allocated(cuda)}
     for i in range(steps):
         for group in optimizer.param_groups:

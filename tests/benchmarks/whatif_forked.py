@@ -93,7 +93,7 @@ def prepare(recipe: Recipe, size: str, seed: int) -> Trainer:
     if recipe.compiled:
         workload.model.compile()
     wrapped = Wrapped(model=workload.model, base=workload.model, blocks=[])
-    optimizer = make_optimizer(wrapped, RunSpec(), device)
+    optimizer = make_optimizer(wrapped, RunSpec())
     trainer = Trainer(workload=workload, wrapped=wrapped, optimizer=optimizer, device=device)
     for _ in range(2):
         trainer.timed_step()

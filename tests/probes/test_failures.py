@@ -63,6 +63,7 @@ def test_the_users_own_line_is_named_where_one_is_in_the_traceback(tmp_path: Pat
         ("AttributeError", "'DistributedDataParallel' object has no attribute 'training_step'", "past-the-wrapper"),
         ("RuntimeError", "aten.mm.default got mixed torch.Tensor and DTensor, need to convert", "past-the-wrapper"),
         ("AttributeError", "'FSDPNet' object has no attribute 'head2'", "error"),
+        ("AssertionError", "FSDP expects uniform original parameter dtype but got {a, b}", "mixed-parameters"),
         ("RuntimeError", "AdamW does not support sparse gradients", "sparse-gradients"),
         ("OSError", "[Errno 28] No space left on device", "disk"),
         ("RuntimeError", "shape '[2, 3]' is invalid for input of size 5", "error"),

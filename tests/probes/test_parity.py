@@ -93,6 +93,36 @@ def test_a_parameter_that_takes_no_part_has_no_row() -> None:
     assert "unused" not in [r.tensor for r in gradient_rows(trainer_of(model), rank=0)]
 
 
+def test_complex_parameters_are_trained_and_have_norms() -> None:
+    class Rotation(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.turn = nn.Parameter(torch.randn(8, dtype=torch.complex64))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.view_as_real(x * self.turn).sum(-1)
+
+    torch.manual_seed(0)
+    model = Rotation()
+    trainer = trainer_of(model)
+    trainer.optimizer = parallel.make_optimizer(trainer.wrapped, RunSpec())
+    before = model.turn.detach().clone()
+    trainer.step()
+    assert not torch.equal(model.turn, before)
+    (row,) = gradient_rows(trainer, rank=0)
+    trainer.workload.loss(model, trainer.workload.batch(trainer.index)).backward()
+    assert model.turn.grad is not None
+    assert row.norm == pytest.approx(float(torch.view_as_real(model.turn.grad).norm()), rel=1e-6)
+
+
+@pytest.mark.parametrize(("name", "kind"), [("adamw", torch.optim.AdamW), ("sgd", torch.optim.SGD)])
+def test_adamw_is_fused_on_every_device(name: Literal["adamw", "sgd"], kind: type[torch.optim.Optimizer]) -> None:
+    trainer = trainer_of(model_of())
+    optimizer = parallel.make_optimizer(trainer.wrapped, RunSpec(optimizer=name))
+    assert isinstance(optimizer, kind)
+    assert bool(optimizer.defaults["fused"]) == (name == "adamw")
+
+
 @pytest.mark.usefixtures("group")
 def test_sharded_gradients_have_the_norm_of_the_whole() -> None:
     from torch.distributed.device_mesh import init_device_mesh
