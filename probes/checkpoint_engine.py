@@ -80,10 +80,13 @@ class Engine(Saver):
         self._checkpointer = AsyncCheckpointer(
             scratch, self.policy, gate_every=0, commit_timeout=COMMIT_S, replica=self._replica
         )
+        began = time.perf_counter()
         self._checkpointer.warm_up(state)
+        took = time.perf_counter() - began
         parts = parts_of(state, self._checkpointer.rank, self._checkpointer.world_size)
         self._values = sum(p.value.numel() for p in parts if isinstance(p.value, torch.Tensor))
         notes = [f"replica by {self._replica.label}"] if self._replica else []
+        notes.append(f"memory pinned and kernels compiled in {took:.1f} s before the save")
         return "; ".join([*notes, *([self._accept(state)] if self.lossy else [])])
 
     def _accept(self, state: State) -> str:

@@ -1,10 +1,10 @@
 """Puts a planned all-reduce into a wrapped model: DDP's communication hook, or FSDP2's all-reduce hook over replicas.
 
 Which plan a message gets is measured here, on the run's own ranks, just before the run: every candidate at three
-sizes, the library's own all-reduce among them, the slowest rank's time counting; a repetition takes the times of the
-run that it repeats. `auto` takes the fastest schedule and leaves the library in place where nothing beats it by more
-than a margin and the noise, or, for DDP on GPUs, where the schedule holds up matrix products beside it longer; a named
-schedule only has its chunks chosen.
+sizes, the library's own all-reduce among them, the slowest rank's time counting; all legs of a what-if take the times
+of the first that measured. `auto` takes the fastest schedule and leaves the library in place where nothing beats it by
+more than a margin and the noise, or, for DDP on GPUs, where the schedule holds up matrix products beside it longer; a
+named schedule only has its chunks chosen.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def _measured(
     sizes, rounds = (GPU_SIZES, GPU_REPEATS) if device.type == "cuda" else (SIZES, REPEATS)
     plans = _candidates(communicator, schedule, device)
     path = kept_path(spec, communicator, plans, sizes, beside=beside)
-    found = read_curves(path, communicator) if path and spec.lean else None
+    found = read_curves(path, communicator) if path else None
     if found is None:
         try:
             found = measure.curves(communicator, plans, sizes, dtype, device, rounds, beside=beside)

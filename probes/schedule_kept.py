@@ -1,7 +1,8 @@
-"""Curves of all-reduce plans as an earlier run of the same arm measured them, so that its repetitions need not.
+"""Curves of all-reduce plans as an earlier leg of the same what-if measured them, so that the others need not.
 
-Kept beside the compiled graphs and under the same salt. The first rank of the group reads them for all, since every
-rank must choose alike; what cannot be read, or was measured for other plans, ranks or sizes, is measured again.
+Kept beside the compiled graphs, under the part of their salt that all arms share. The first rank of the group reads them
+for all, since every rank must choose alike; what cannot be read, or was measured for other plans, ranks or sizes, is
+measured again.
 """
 
 from __future__ import annotations
@@ -35,14 +36,21 @@ class _Kept(msgspec.Struct):
 def kept_path(
     spec: RunSpec, communicator: Communicator, plans: Sequence[Plan], sizes: Sequence[int], *, beside: bool
 ) -> Path | None:
-    """Where the curves of these plans are kept, None for a run that repeats nothing."""
+    """Where the curves of these plans are kept, None for a run of no what-if."""
     if not spec.cache_salt:
         return None
     try:
         from torch._inductor.runtime.cache_dir_utils import cache_dir
     except ImportError:
         return None
-    asked = (spec.cache_salt, communicator.layout, communicator.peers, list(plans), list(sizes), beside)
+    asked = (
+        spec.cache_salt.partition("/")[0],
+        communicator.layout,
+        communicator.peers,
+        list(plans),
+        list(sizes),
+        beside,
+    )
     return Path(cache_dir()) / f"costlab-curves-{hashlib.sha256(repr(asked).encode()).hexdigest()[:24]}.json"
 
 
@@ -62,7 +70,7 @@ def read_curves(path: Path, communicator: Communicator) -> Measured | None:
 
 
 def keep_curves(path: Path, communicator: Communicator, found: Measured) -> None:
-    """Leave the curves for the arm's later runs; a folder that cannot be written costs them the measurement only."""
+    """Leave the curves for later legs; a folder that cannot be written costs them the measurement only."""
     if communicator.rank == 0:
         kept = _Kept(
             list(found.curves.items()),

@@ -45,7 +45,8 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=F
     `gc` "freeze" leaves what there is before the timed steps out of Python's later garbage collections.
     `plan` is the path of a fusion plan, whose rewrites are put in. `lean` leaves out what a repetition need not measure
     again: the machine's ceilings, the FLOP count, gradient norms, and the cold compile with its fusion trace; it finds
-    the graphs that an earlier run of its `cache_salt` compiled and the times of all-reduces that it measured.
+    the graphs that an earlier run of its `cache_salt` compiled. What stands before a slash in that is shared by runs
+    whose all-reduces are timed once.
     """
 
     workload: str = "llama"

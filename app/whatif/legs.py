@@ -45,9 +45,9 @@ def leg_spec(whatif: WhatIfSpec, arm: str, round_: int, id_: str = "") -> RunSpe
     All legs of a round have the same seed, each round its own: differences within a round are at equal data and
     weights, differences between rounds show what the seed does. Only an arm's first leg is profiled and, where its
     saves are compared (`saves`), saves checkpoints. The first round compiles cold and measures the machine; later ones
-    are lean and find what their arm's first leg compiled, and which all-reduce it found the fastest. Eager and lean
-    legs warm up two steps longer: the others compile twice, two steps each, and a timed step must be the same training
-    step in every leg for its loss to be comparable.
+    are lean and find what their arm's first leg compiled; all-reduces are timed once, for all arms. Eager and lean legs
+    warm up two steps longer: the others compile twice, two steps each, and a timed step must be the same training step
+    in every leg for its loss to be comparable.
     """
     spec = whatif.arm(arm)
     first = round_ == 0
@@ -61,7 +61,7 @@ def leg_spec(whatif: WhatIfSpec, arm: str, round_: int, id_: str = "") -> RunSpe
         warmup=spec.warmup + (2 if round_ or spec.compile == "none" else 0),
         keep_raw=False,
         lean=round_ > 0,
-        cache_salt=f"{id_}-{arm}" if id_ else "",
+        cache_salt=f"{id_}/{arm}" if id_ else "",
     )
 
 

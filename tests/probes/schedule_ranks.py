@@ -85,10 +85,10 @@ def choices(rank: int) -> list[dict[str, Any]]:
 
 
 def repeated(rank: int, parallel: str, folder: str, spoil: str) -> tuple[list[str], list[str], int]:
-    """What a run and its repetition say of their choices, and how often the repetition measured."""
+    """What two arms of a what-if say of their choices, and how often the second measured."""
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
     spec = RunSpec(ranks=4, device="cpu", parallel=parallel, compile="none", dtype="fp32")  # type: ignore[arg-type]
-    first = msgspec.structs.replace(spec, schedule="auto", cache_salt="what-if")
+    first = msgspec.structs.replace(spec, schedule="auto", cache_salt="what-if/hybrid")
     said = wrap(model(11), ["0", "2"], first, CPU).notes
     if rank == 0 and spoil:
         for path in Path(folder).glob("costlab-curves-*"):
@@ -97,7 +97,7 @@ def repeated(rank: int, parallel: str, folder: str, spoil: str) -> tuple[list[st
     own, calls = measure.curves, []
     measure.curves = lambda *a, **k: calls.append(1) or own(*a, **k)  # type: ignore[func-returns-value,assignment]
     try:
-        wrapped = wrap(model(11), ["0", "2"], msgspec.structs.replace(first, lean=True), CPU)
+        wrapped = wrap(model(11), ["0", "2"], msgspec.structs.replace(first, cache_salt="what-if/fused + hybrid"), CPU)
         wrapped.model(torch.ones(8, 33)).square().mean().backward()
     finally:
         measure.curves = own

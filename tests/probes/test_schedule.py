@@ -54,7 +54,7 @@ def test_choices_are_kept_for_measured_sizes_and_for_each_message_of_the_step(fo
 
 
 @pytest.mark.parametrize("parallel", ["ddp", "hsdp"])
-def test_a_repetition_takes_the_times_of_the_run_it_repeats(four: Any, parallel: str, tmp_path: Path) -> None:
+def test_arms_of_a_whatif_take_the_times_of_the_first_that_measured(four: Any, parallel: str, tmp_path: Path) -> None:
     for said, again, measured in four.run(cases.repeated, 4, parallel, str(tmp_path), ""):
         assert any("measured" in text for text in said)
         assert again == said
