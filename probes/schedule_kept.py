@@ -1,8 +1,8 @@
 """Curves of all-reduce plans as an earlier leg of the same what-if measured them, so that the others need not.
 
-Kept beside the compiled graphs, under the part of their salt that all arms share. The first rank of the group reads them
-for all, since every rank must choose alike; what cannot be read, or was measured for other plans, ranks or sizes, is
-measured again.
+Kept beside the compiled graphs, under the part of their salt that all arms share. The first rank of the group reads
+them for all, since every rank must choose alike; what cannot be read, or was measured for other plans, ranks or sizes,
+is measured again.
 """
 
 from __future__ import annotations
