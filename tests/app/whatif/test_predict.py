@@ -92,6 +92,27 @@ def test_fused_kernels_save_what_missed_fusions_cost(report: RunReport) -> None:
     assert change(report, fused=True) == pytest.approx(-root.saves_ms / report.steps.step_ms.value)  # type: ignore[operator]
 
 
+@pytest.mark.parametrize(
+    ("names", "saved"),
+    [
+        (["cunn_SoftMaxForward<4>", "nll_loss_forward_reduce_cuda_kernel_2d"], 2.0),
+        (["triton_red_fused__log_softmax_nll_loss", "nll_loss_forward_reduce_cuda_kernel_2d"], 1.0),
+        (["mse_cuda_kernel", "reduce_kernel"], 0.0),
+    ],
+)
+def test_an_eager_cross_entropy_goes_with_its_logits(report: RunReport, names: list[str], saved: float) -> None:
+    assert report.fusion is not None
+    assert report.steps is not None
+    base = [k for k in report.fusion.kernels if k.layer != "loss"]
+    like = msgspec.structs.replace(base[0], layer="loss", category="memory", ms=1.0)
+    own = [msgspec.structs.replace(like, name=name) for name in names]
+    fusion = [msgspec.structs.replace(report.fusion, kernels=kernels) for kernels in (base, [*base, *own])]
+    before, after = (change(msgspec.structs.replace(report, fusion=f), fused=True) for f in fusion)
+    assert before is not None
+    assert after is not None
+    assert before - after == pytest.approx(saved / report.steps.step_ms.value)  # type: ignore[operator]
+
+
 def test_fused_kernels_that_a_cpu_cannot_run_save_nothing(report: RunReport) -> None:
     on_cpu = msgspec.structs.replace(report, environment=msgspec.structs.replace(report.environment, device="cpu"))
     found = predict(on_cpu, BASE, {"fused": True})
