@@ -49,7 +49,7 @@ def classify(type_name: str, message: str) -> str:
         (r"illegal memory access|CUDA error|device-side assert", "illegal-address"),
         (r"No space left on device|Errno 28|Disk quota", "disk"),
         (r"expected scalar type \w+ but found|to have (the )?same dtype|must have the same dtype|mixed dtype", "dtype"),
-        (r"uniform (original parameter|requires_grad|reduce) ?dtype", "mixed-parameters"),
+        (r"FSDP expects uniform (original parameter|reduce) dtype", "mixed-parameters"),
         (r"parameters that were not used in producing loss", "unused-parameters"),
         (r"Sparse(CPU|CUDA)|does not support sparse gradients", "sparse-gradients"),
         (r"'DistributedDataParallel' object has no attribute", "past-the-wrapper"),

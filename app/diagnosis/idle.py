@@ -130,7 +130,7 @@ def _fewer_collections(context: Context) -> tuple[str, str]:
             "",
         )
     steps = context.report.steps
-    called = steps is not None and steps.collector is not None and steps.collector.bound
+    called = steps is not None and steps.collector is not None and 2 * steps.collector.paused > len(steps.series_ms)
     return (
         ("Nearly every step collects: if the code of a step calls gc.collect(), leave that out. " if called else "")
         + "Call gc.collect() and gc.freeze() after the first steps: later collections then pass over the model and "

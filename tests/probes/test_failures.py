@@ -64,6 +64,8 @@ def test_the_users_own_line_is_named_where_one_is_in_the_traceback(tmp_path: Pat
         ("RuntimeError", "aten.mm.default got mixed torch.Tensor and DTensor, need to convert", "past-the-wrapper"),
         ("AttributeError", "'FSDPNet' object has no attribute 'head2'", "error"),
         ("AssertionError", "FSDP expects uniform original parameter dtype but got {a, b}", "mixed-parameters"),
+        ("AssertionError", "FSDP expects uniform reduce dtype but got {a, b}", "mixed-parameters"),
+        ("AssertionError", "FSDP expects uniform requires_grad but got {True, False}", "error"),
         ("RuntimeError", "AdamW does not support sparse gradients", "sparse-gradients"),
         ("OSError", "[Errno 28] No space left on device", "disk"),
         ("RuntimeError", "shape '[2, 3]' is invalid for input of size 5", "error"),

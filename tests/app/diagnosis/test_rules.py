@@ -254,6 +254,8 @@ def test_one_garbage_collection_says_little_of_how_often_it_comes() -> None:
     assert (once.severity, often.severity) == ("low", "high")
     assert any("--steps 200" in text for text in once.evidence)
     assert not any("--steps" in text for text in often.evidence)
+    (always,) = found("garbage-collection", collecting(6.0, paused=11))  # of 20 steps
+    assert [("gc.collect(), leave that out" in f.action) for f in (once, often, always)] == [False, False, True]
     assert once.saves_ms is None
     assert once.proves == "--gc freeze"
 
