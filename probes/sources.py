@@ -13,6 +13,7 @@ _PACKAGES = ("site-packages/", "dist-packages/")
 _WRAPPERS = {"torch/distributed/fsdp/": "FSDP", "torch/nn/parallel/distributed.py": "DDP"}
 _DISABLING = re.compile(r"`disable` in file `\S*_dynamo/decorators\.py`")
 OWN_HOOKS = "hooks of its own, which are not compiled"
+OWN_BUCKETS = "DDP cuts the compiled model at the buckets of its gradients"  # torch's DDPOptimizer
 
 
 def shorten(path: str, cwd: Path | None = None) -> str:
@@ -51,6 +52,8 @@ def wrapped(reason: str, files: Iterable[str]) -> str:
 
     Without a stack its words tell: nobody but such hooks calls torch's `disable` where it is traced.
     """
+    if "DDPOptimizer intentional" in reason:
+        return OWN_BUCKETS
     wrapper = wrapper_of(*files) or ("A wrapper of the layers" if _DISABLING.search(reason) else "")
     return f"{wrapper} runs {OWN_HOOKS}" if wrapper else reason
 

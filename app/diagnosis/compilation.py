@@ -5,7 +5,7 @@ from __future__ import annotations
 from costlab.app.analysis.views import BreakView, CacheView, Finding
 from costlab.app.diagnosis.rule import Context
 from costlab.app.figures import ms, seconds
-from costlab.probes.sources import OWN_HOOKS
+from costlab.probes.sources import OWN_BUCKETS, OWN_HOOKS
 
 MOST = 3  # findings of one rule
 AMORTISED_SHARE = 0.02
@@ -64,6 +64,8 @@ def graph_breaks(context: Context) -> list[Finding]:
 
 
 def _graph_break(context: Context, item: BreakView, count: int) -> Finding:
+    if OWN_BUCKETS in item.reason:
+        return _bucket_cuts(context, item)
     sharded_inside = OWN_HOOKS in item.reason
     return context.finding(
         "graph-break",
@@ -81,6 +83,20 @@ def _graph_break(context: Context, item: BreakView, count: int) -> Finding:
         proves="--compile block" if sharded_inside else "",
         how="not modelled: tensors that cross the break are counted with the fusion losses",
         where=item.source,
+    )
+
+
+def _bucket_cuts(context: Context, item: BreakView) -> Finding:
+    return context.finding(
+        "graph-break",
+        OWN_BUCKETS,
+        [f"seen {item.count} time{'s' if item.count > 1 else ''}"],
+        "Intended: while one bucket is reduced, the backward of the next graph runs. Compile the blocks instead of the "
+        "whole model and they share one graph, which compiles faster and is cut nowhere; larger buckets "
+        "(bucket_cap_mb) make fewer cuts.",
+        severity="info",
+        source="measured",
+        proves="--compile block" if context.option("compile") == "model" else "",
     )
 
 

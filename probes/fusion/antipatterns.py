@@ -15,7 +15,7 @@ from costlab.probes.fusion import fqn
 from costlab.probes.fusion.facts import FxNode, GraphFacts
 from costlab.probes.fusion.model import AntiPattern, GraphBreak, GraphSpan
 from costlab.probes.fusion.traffic import TrafficModel
-from costlab.probes.sources import OWN_HOOKS
+from costlab.probes.sources import OWN_BUCKETS, OWN_HOOKS
 
 LOOP_LENGTH = 8  # equal operators on as many inputs from one line count as a loop over parameters
 
@@ -74,6 +74,10 @@ KINDS: dict[str, Kind] = {
         "the model is sharded inside what is compiled, and the hooks between its layers cut the graph",
         "compile the layers before sharding them (--compile block)",
     ),
+    "bucket_cut": Kind(
+        "DDP cuts the graph at its buckets, so that reducing one overlaps the backward of the next",
+        "intended; blocks that are compiled one by one (--compile block) are not cut",
+    ),
     "graph_break": Kind("the compiler cannot trace this line", "replace the call, or move it out of the layer"),
     "per_parameter_loop": Kind(
         "one small kernel runs per tensor of a list", "use torch._foreach_* functions or a fused optimizer"
@@ -95,6 +99,7 @@ _BY_CAUSE = {
 }
 _BY_REASON: tuple[tuple[str, str], ...] = (
     (OWN_HOOKS, "sharding_hook"),
+    (OWN_BUCKETS, "bucket_cut"),
     (r"fake (impl|kernel|tensor)|meta kernel|register_fake|operator does not support", "op_without_fake"),
     (r"\.item\(\)|Tensor\.item|\.tolist|_local_scalar_dense|capture_scalar_outputs", "item"),
     (r"data.dependent|branching|generic_jump|dynamic shape operator", "data_dependent"),

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
-from costlab.probes.sources import OWN_HOOKS, position, scrub, shorten, wrapped
+from costlab.probes.sources import OWN_BUCKETS, OWN_HOOKS, position, scrub, shorten, wrapped
 
 CWD = Path("/srv/me/project")
 
@@ -39,6 +40,16 @@ def test_a_break_in_a_wrappers_hook_is_the_wrappers() -> None:
     assert wrapped("x", ["/v/torch/nn/parallel/distributed.py"]) == f"DDP runs {OWN_HOOKS}"
     without_stack = "the function `disable` in file `/v/torch/_dynamo/decorators.py` should not be traced"
     assert OWN_HOOKS in wrapped(without_stack, [])
+
+
+def test_torch_still_says_in_these_words_that_ddp_cuts_a_graph() -> None:
+    import inspect
+
+    from torch._dynamo.backends import distributed
+
+    said = re.findall(r'"(.*intentional.*)"', inspect.getsource(distributed))
+    assert said
+    assert {wrapped(text, ["/home/me/m.py"]) for text in said} == {OWN_BUCKETS}
 
 
 @pytest.mark.parametrize(

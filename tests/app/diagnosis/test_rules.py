@@ -20,7 +20,7 @@ from costlab.app.analysis.views import (
     StepsView,
 )
 from costlab.app.diagnosis import RULES, diagnose
-from costlab.probes.sources import OWN_HOOKS
+from costlab.probes.sources import OWN_BUCKETS, OWN_HOOKS
 from costlab.probes.spec import RunSpec
 from tests.app.diagnosis.reports import (
     checkpoint,
@@ -369,6 +369,17 @@ def test_breaks_by_sharding_inside_the_compiled_model_have_a_mend_of_their_own()
     users, wrappers = found("graph-break", healthy(compile=compiled(breaks=breaks)))
     assert users.proves == "" and "print" in users.action
     assert wrappers.proves == "--compile block" and "sharded" in wrappers.action
+
+
+@pytest.mark.parametrize(("how", "proves"), [("model", "--compile block"), ("block", "")])
+def test_cuts_at_ddps_buckets_are_intended(how: str, proves: str) -> None:
+    cuts = [BreakView(reason=OWN_BUCKETS, source="torch/_dynamo/backends/distributed.py:0", count=3)]
+    report = healthy(compile=compiled(breaks=cuts))
+    report = msgspec.structs.replace(report, run=msgspec.structs.replace(report.run, spec={"compile": how}))
+    (finding,) = found("graph-break", report)
+    assert (finding.severity, finding.proves, finding.where) == ("info", proves, "")
+    assert "seen 3 times" in finding.evidence
+    assert "print" not in finding.action
 
 
 def test_lists_of_findings_are_short() -> None:

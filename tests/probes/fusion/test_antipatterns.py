@@ -6,6 +6,7 @@ import pytest
 
 from costlab.probes.fusion.antipatterns import KINDS, break_kind, from_breaks, from_recompiles, merge
 from costlab.probes.fusion.model import AntiPattern, GraphBreak, GraphSpan, LayerTraffic, Lost
+from costlab.probes.sources import OWN_BUCKETS
 
 
 @pytest.mark.parametrize(
@@ -18,6 +19,7 @@ from costlab.probes.fusion.model import AntiPattern, GraphBreak, GraphSpan, Laye
         ("Operator does not support running with fake tensors", "op_without_fake"),
         ("Failed to trace builtin operator\n  Explanation: ... `print` ...", "print"),
         ("Attempted to call function marked as skipped", "graph_break"),
+        (OWN_BUCKETS, "bucket_cut"),
     ],
 )
 def test_breaks_by_the_tracers_words(reason: str, kind: str) -> None:
