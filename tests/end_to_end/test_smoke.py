@@ -112,7 +112,8 @@ def test_generated_code_of_every_fused_kernel_is_kept_once(report: Mapping[str, 
 
     assert [p.parent.name for p in smoke.glob("rank-*/kernel_sources.parquet")] == ["rank-00000"]
     run = Run(smoke)
-    fused = {(k["name"], k["phase"]) for k in report["fusion"]["kernels"] if "_fused_" in k["name"]}
+    names = {(k["name"], k["phase"]) for k in report["fusion"]["kernels"] if "_fused_" in k["name"]}
+    fused = {(name, phase) for name, phase in names if not name.startswith("aten::")}  # AdamW's is PyTorch's own
     assert len(fused) > 3
     for name, phase in fused:
         view = kernel_source(run, name, phase)
