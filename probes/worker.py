@@ -146,7 +146,6 @@ def check_in(spec: RunSpec, run_dir: Path, rank: int, voice: Voice) -> RankRun:
     placement = checkin.check_in(spec.check_in, local_rank)
     voice.log(f"check-in: {placement.sentence}")
 
-    import torch
     import torch.distributed as dist
 
     from costlab.probes.clock_trips import read_clocks
@@ -165,7 +164,6 @@ def check_in(spec: RunSpec, run_dir: Path, rank: int, voice: Voice) -> RankRun:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     timeout = timedelta(seconds=spec.collective_timeout_s)
     dist.init_process_group(backend, timeout=timeout, device_id=device if device.type == "cuda" else None)
-    torch.manual_seed(spec.seed + rank)
     run = RankRun(
         spec=spec,
         run_dir=run_dir,
@@ -240,7 +238,7 @@ def build(run: RankRun) -> Trainer:
     from costlab.probes.ceilings import copy_gbps, matmul_tflops
     from costlab.probes.parallel import make_optimizer, set_activation_budget, wrap
     from costlab.probes.steps import Trainer
-    from costlab.probes.workloads.base import WorkloadContext, find_blocks
+    from costlab.probes.workloads.base import WorkloadContext, find_blocks, seed_all
     from costlab.probes.workloads.loader import load
 
     spec = run.spec
@@ -248,7 +246,9 @@ def build(run: RankRun) -> Trainer:
     dtype = torch.bfloat16 if spec.dtype == "bf16" else torch.float32
     context = WorkloadContext(run.device, dtype, spec.size, spec.batch, spec.seq, spec.seed, run.rank, run.world)
     with run.memory.phase("build"):
+        seed_all(spec.seed)  # the same weights on all ranks: replicas of HSDP would never meet otherwise
         workload = load(spec.workload, context)
+        seed_all(spec.seed + run.rank)
         workload.model.to(run.device).train()
         workload.blocks = workload.blocks or find_blocks(workload.model)
         describe(run, workload)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
+import random
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -58,6 +60,16 @@ class Workload:
     flops_formula: str = ""
     dynamic: bool | None = None
     source: str = ""
+
+
+def seed_all(seed: int) -> None:
+    """Seed the generators that a model or its data may draw from: torch's, on all devices, Python's and NumPy's."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    with contextlib.suppress(ImportError):
+        import numpy
+
+        numpy.random.seed(seed % 2**32)
 
 
 def find_blocks(model: nn.Module) -> list[str]:

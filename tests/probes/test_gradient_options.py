@@ -75,6 +75,22 @@ def test_accumulated_steps_hold_more_and_communicate_gradients_once(
     assert bytes_two < 1.9 * bytes_one
 
 
+def test_a_workload_that_seeds_nothing_trains_the_same_model_however_it_is_wrapped(
+    template: Template, tmp_path: Path
+) -> None:
+    """Weights are alike on all ranks, data is not; another seed is another model."""
+    unseeded = {"workload": f"{Path(__file__).parent / 'workload_files' / 'unseeded.py'}:make", "size": ""}
+    ways = {"ddp": {"parallel": "ddp"}, "fsdp": {"parallel": "fsdp"}, "hsdp": {"parallel": "hsdp", "shard_size": 1}}
+    losses = {way: measured(template, tmp_path / way, **unseeded, **options)[2] for way, options in ways.items()}
+    assert losses["fsdp"] == pytest.approx(losses["ddp"], rel=1e-5)
+    assert losses["hsdp"] == pytest.approx(losses["ddp"], rel=1e-5)
+    other = measured(template, tmp_path / "other", **unseeded, seed=1)[2]
+    assert other != pytest.approx(losses["fsdp"], rel=1e-3)
+    steps = Run(tmp_path / "fsdp").table(StepRow.table, StepRow)
+    first = steps[(steps.role == "timed") & (steps.step == 0)].set_index("rank").loss
+    assert first[0] != pytest.approx(first[1], rel=1e-3)
+
+
 def test_wrong_combinations_are_refused() -> None:
     with pytest.raises(SpecError, match="--parallel ddp"):
         validate(RunSpec(grad_compression="bf16"))
