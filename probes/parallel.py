@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from costlab.probes.compile_internals import compile_module, passed_over
 from costlab.probes.schedule_choice import ScheduleChoice
 from costlab.probes.spec import Compile, RunSpec, SpecError, recompute_budget
-from costlab.probes.workloads.base import Workload
+from costlab.probes.workloads.base import Workload, batch_beside
 
 _FOR_GOOD = ExitStack()  # never left: graphs are made at the first step, and again when something recompiles
 
@@ -113,7 +113,7 @@ def set_activation_budget(workload: Workload, spec: RunSpec) -> None:
     budget = recompute_budget(spec.recompute)
     if budget is None:
         return
-    drawn = random_operators(_Loss(workload), workload.batch(0)) if budget < 1 else []
+    drawn = random_operators(_Loss(workload), batch_beside(workload)) if budget < 1 else []
     try:
         _FOR_GOOD.enter_context(activation_budget(budget, drawn))
     except RecomputeError as error:

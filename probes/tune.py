@@ -94,7 +94,7 @@ def make(spec: RunSpec, device: torch.device) -> Workload:
     """The workload of one rank, unsharded, with its parameters in the dtype in which they are computed with."""
     import torch
 
-    from costlab.probes.workloads.base import WorkloadContext, find_blocks
+    from costlab.probes.workloads.base import WorkloadContext, find_blocks, to_device
     from costlab.probes.workloads.loader import load
 
     dtype = torch.bfloat16 if spec.dtype == "bf16" else torch.float32
@@ -102,6 +102,8 @@ def make(spec: RunSpec, device: torch.device) -> Workload:
     context = WorkloadContext(device, dtype, spec.size, spec.batch, spec.seq, spec.seed, 0, 1)
     workload = load(spec.workload, context)
     workload.model.to(device).train()
+    own = workload.batch
+    workload.batch = lambda step: to_device(own(step), device)
     workload.blocks = workload.blocks or find_blocks(workload.model)
     if spec.dtype == "bf16" and spec.parallel != "ddp":  # what FSDP2's mixed precision does to parameters
         for parameter in workload.model.parameters():

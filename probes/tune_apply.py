@@ -12,10 +12,11 @@ if TYPE_CHECKING:
 def put_in_plan(run: RankRun, workload: Workload) -> None:
     """Apply the plan of the run's spec to model and loss; what is kept unfused, and why, goes to the run's facts."""
     from costlab.kernels.fused.planned import apply
+    from costlab.probes.workloads.base import batch_beside
 
     facts = run.facts
     applied = apply(workload.model, run.spec.plan)
-    loss = applied.fused_loss(workload.loss, workload.batch(0))
+    loss = applied.fused_loss(workload.loss, batch_beside(workload))
     facts.fused = list(applied.swapped)
     if loss is not None:
         workload.loss = loss

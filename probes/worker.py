@@ -310,13 +310,14 @@ def describe(run: RankRun, workload: Workload) -> None:
 def put_in_fused_kernels(run: RankRun, workload: Workload) -> None:
     """Exchange what is recognised in the model and its loss for fused kernels; the rest keeps its own path."""
     from costlab.kernels.fused import registry
+    from costlab.probes.workloads.base import batch_beside
 
     facts = run.facts
     if not registry.available(run.device):
         facts.fused_notes.append(f"fused kernels need a CUDA device with Triton, not {run.device.type}: none put in")
     else:
         facts.fused = registry.apply(workload.model, findings=facts.fused_notes)
-        loss = registry.fused_loss(workload.model, workload.loss, workload.batch(0), facts.fused_notes)
+        loss = registry.fused_loss(workload.model, workload.loss, batch_beside(workload), facts.fused_notes)
         if loss is not None:
             workload.loss = loss
             facts.fused.append("linear_cross_entropy: loss")
@@ -330,11 +331,13 @@ def count_flops(workload: Workload, run: RankRun) -> tuple[float | None, str]:
     import torch
     from torch.utils.flop_counter import FlopCounterMode
 
+    from costlab.probes.workloads.base import batch_beside
+
     try:
         with torch.random.fork_rng(devices=[run.device] if run.device.type == "cuda" else []), torch.no_grad():
             buffers = [b.detach().clone() for b in workload.model.buffers()]
             with FlopCounterMode(display=False) as counter:
-                workload.loss(workload.model, workload.batch(0))
+                workload.loss(workload.model, batch_beside(workload))
             for buffer, saved in zip(workload.model.buffers(), buffers, strict=True):
                 buffer.copy_(saved)  # counting must not move batch-norm statistics
     except Exception as error:  # a user's model may not run outside its wrapper; MFU is then unknown

@@ -215,6 +215,12 @@ def to_device(batch: Any, device: torch.device) -> Any:
     return batch
 
 
+def batch_beside(workload: Workload, step: int = 0) -> Any:
+    """The batch of that step on the device of the model's first parameter: for a call of the loss outside a step."""
+    device = next((p.device for p in workload.model.parameters()), torch.device("cpu"))
+    return to_device(workload.batch(step), device)
+
+
 def count_samples(batch: Any) -> int:
     """Leading dimension of the first tensor in a nested batch, 0 if there is none."""
     if isinstance(batch, Tensor):
