@@ -48,6 +48,7 @@ from costlab.probes.tables import write_bytes, write_rows
 
 if TYPE_CHECKING:
     import torch
+    from torch import nn
 
     from costlab.probes.checkin import Placement
     from costlab.probes.energy import EnergyProbe
@@ -249,7 +250,8 @@ def build(run: RankRun) -> Trainer:
         seed_all(spec.seed)  # the same weights on all ranks: replicas of HSDP would never meet otherwise
         workload = load(spec.workload, context)
         seed_all(spec.seed + run.rank)
-        workload.model.to(run.device).train()
+        later = place(run, workload)
+        workload.model.train()
         workload.blocks = workload.blocks or find_blocks(workload.model)
         describe(run, workload)
         if spec.plan:
@@ -266,6 +268,8 @@ def build(run: RankRun) -> Trainer:
         set_activation_budget(workload, spec)
         run.voice.progress(2, 3, "wrapping the model")
         wrapped = wrap(workload.model, workload.blocks, spec, run.device, workload.dynamic)
+        if later:
+            say_filled(run, wrapped.base)
         optimizer = make_optimizer(wrapped, spec)
     for note in wrapped.notes if run.rank == 0 else ():
         run.voice.log(note)
@@ -281,6 +285,35 @@ def build(run: RankRun) -> Trainer:
         device=run.device,
         accumulation=spec.accumulation,
     )
+
+
+def place(run: RankRun, workload: Workload) -> bool:
+    """Move the model to the device. True for one on the meta device that is to be sharded before it is filled."""
+    from costlab.probes.materialise import unfilled
+    from costlab.probes.spec import SpecError
+
+    if not unfilled(workload.model):
+        workload.model.to(run.device)
+        return False
+    if run.spec.parallel == "ddp":
+        say_filled(run, workload.model)
+        return False
+    if run.spec.schedule != "stock":
+        raise SpecError(
+            "--schedule starts replicas from the first one's weights, which a model on the meta device has not"
+        )
+    return True
+
+
+def say_filled(run: RankRun, model: nn.Module) -> None:
+    """Fill a model from the meta device, and log how; the same values on all ranks, as far as they hold the same."""
+    from costlab.probes.materialise import fill
+    from costlab.probes.workloads.base import seed_all
+
+    notes = fill(model, run.device, run.spec.seed)
+    seed_all(run.spec.seed + run.rank)
+    for note in notes if run.rank == 0 else ():
+        run.voice.log(note, "warning" if "zero" in note or "failed" in note else "info")
 
 
 def describe(run: RankRun, workload: Workload) -> None:

@@ -199,6 +199,9 @@ def fused_loss(model: nn.Module, loss: Loss, batch: Any, findings: list[str] | N
     it before `fully_shard`.
     """
     notes: list[str] = [] if findings is None else findings
+    if any(p.is_meta for p in model.parameters()):
+        notes.append("the loss is left as it is: the model is on the meta device, where nothing can be compared")
+        return None
     try:
         name = _head_of(model)
         inputs, targets = batch
