@@ -23,6 +23,14 @@ def unfilled(model: nn.Module) -> bool:
     return any(t.is_meta for t in (*model.parameters(), *model.buffers()))
 
 
+def on_device(model: nn.Module, device: torch.device, seed: int) -> list[str]:
+    """Move the whole model to the device, filled if it was on the meta device; says how it was filled."""
+    if unfilled(model):
+        return fill(model, device, seed)
+    model.to(device)
+    return []
+
+
 def fill(model: nn.Module, device: torch.device, seed: int) -> list[str]:
     """Give every tensor storage on the device and a value, in place; says how. Sharded parameters stay sharded."""
     empty = {name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if tensor.is_meta}

@@ -150,6 +150,7 @@ def build(spec: ShapesSpec, shapes: list[Shape]) -> Stage:
     """Load the workload at the largest batch and sequence; smaller shapes are cut out of its batches."""
     import torch
 
+    from costlab.probes.materialise import on_device
     from costlab.probes.workloads.base import WorkloadContext, WorkloadError, find_blocks
     from costlab.probes.workloads.loader import load
 
@@ -161,7 +162,8 @@ def build(spec: ShapesSpec, shapes: list[Shape]) -> Stage:
     largest = Shape(batch=max(s.batch for s in shapes), seq=max(s.seq for s in shapes))
     context = WorkloadContext(device, dtype, spec.size, largest.batch, largest.seq, spec.seed, 0, 1)
     workload = load(spec.workload, context)
-    workload.model.to(device).train()
+    on_device(workload.model, device, spec.seed)
+    workload.model.train()
     workload.blocks = workload.blocks or find_blocks(workload.model)
     optimizer = torch.optim.AdamW((p for p in workload.model.parameters() if p.requires_grad), lr=1e-5, fused=cuda)
     stage = Stage(spec, device, workload, shapes, largest, optimizer)

@@ -94,6 +94,7 @@ def make(spec: RunSpec, device: torch.device) -> Workload:
     """The workload of one rank, unsharded, with its parameters in the dtype in which they are computed with."""
     import torch
 
+    from costlab.probes.materialise import on_device
     from costlab.probes.workloads.base import WorkloadContext, find_blocks, to_device
     from costlab.probes.workloads.loader import load
 
@@ -101,7 +102,8 @@ def make(spec: RunSpec, device: torch.device) -> Workload:
     torch.manual_seed(spec.seed)
     context = WorkloadContext(device, dtype, spec.size, spec.batch, spec.seq, spec.seed, 0, 1)
     workload = load(spec.workload, context)
-    workload.model.to(device).train()
+    on_device(workload.model, device, spec.seed)
+    workload.model.train()
     own = workload.batch
     workload.batch = lambda step: to_device(own(step), device)
     workload.blocks = workload.blocks or find_blocks(workload.model)

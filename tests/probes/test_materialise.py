@@ -124,3 +124,15 @@ def test_no_loss_is_compared_on_the_meta_device() -> None:
     notes: list[str] = []
     assert registry.fused_loss(model, lambda m, b: m(b[0]).sum(), (torch.zeros(1), torch.zeros(1)), notes) is None
     assert "meta device" in notes[0]
+
+
+def test_tune_and_shapes_take_it_too() -> None:
+    from costlab.probes import shapes, tune
+    from costlab.probes.shapes_spec import Shape, ShapesSpec
+
+    spec = RunSpec(workload=f"{FILE}:make", device="cpu", dtype="fp32", compile="none")
+    workload = tune.make(spec, CPU)
+    assert workload.loss(workload.model, workload.batch(0)).isfinite()
+    few = ShapesSpec(workload=f"{FILE}:make", device="cpu", dtype="fp32")
+    stage = shapes.build(few, [Shape(batch=4, seq=8)])
+    assert not unfilled(stage.workload.model)
