@@ -162,7 +162,8 @@ def test_a_subgraph_does_not_swallow_its_parent() -> None:
 def test_hooks_cost_little() -> None:
     """Kernels that are not built take no time, so this share is far above that of a real compile."""
     shares = []
-    while len(shares) < 4 and min(shares, default=1.0) >= 0.08:  # other work on the machine may fall into a hook
+    while len(shares) < 4 and min(shares, default=1.0) >= 0.08:  # a garbage collection may fall into a hook
+        torch._dynamo.reset()
         model = nn.Sequential(*(Small() for _ in range(6))).to(device())
         with FusionCollector(model) as collector:
             run(model)
