@@ -8,6 +8,7 @@ What a step costs does not depend on them, its loss does.
 from __future__ import annotations
 
 from collections import defaultdict
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,15 +24,22 @@ def unfilled(model: nn.Module) -> bool:
     return any(t.is_meta for t in (*model.parameters(), *model.buffers()))
 
 
-def on_device(model: nn.Module, device: torch.device, seed: int) -> list[str]:
-    """Move the whole model to the device, filled if it was on the meta device; says how it was filled."""
+class Filled(NamedTuple):
+    """How a model was filled, in a sentence, and what a reader of its losses should know."""
+
+    how: str
+    doubts: list[str]
+
+
+def on_device(model: nn.Module, device: torch.device, seed: int) -> Filled | None:
+    """Move the whole model to the device, filled if it was on the meta device; says how, None for one that was not."""
     if unfilled(model):
         return fill(model, device, seed)
     model.to(device)
-    return []
+    return None
 
 
-def fill(model: nn.Module, device: torch.device, seed: int) -> list[str]:
+def fill(model: nn.Module, device: torch.device, seed: int) -> Filled:
     """Give every tensor storage on the device and a value, in place; says how. Sharded parameters stay sharded."""
     empty = {name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if tensor.is_meta}
     buffers = [name for name, _ in model.named_buffers() if name in empty]
@@ -41,11 +49,13 @@ def fill(model: nn.Module, device: torch.device, seed: int) -> list[str]:
     seed_all(seed)
     with torch.no_grad():
         _plain_values(model, empty)
-        notes = _own_values(model, empty)
+        filled = _own_values(model, empty)
     if buffers and not callable(getattr(model, "init_weights", None)):
         some = ", ".join(buffers[:3]) + (" …" if len(buffers) > 3 else "")
-        notes.append(f"{len(buffers)} buffers are zero ({some}): an init_weights() of the model would fill them")
-    return notes
+        filled.doubts.append(
+            f"{len(buffers)} buffers are zero ({some}): an init_weights() of the model would fill them"
+        )
+    return filled
 
 
 def _ties(model: nn.Module) -> list[list[str]]:
@@ -77,20 +87,17 @@ def _plain_values(model: nn.Module, empty: set[str]) -> None:
             tensor.normal_(0.0, SPREAD)
 
 
-def _own_values(model: nn.Module, empty: set[str]) -> list[str]:
+def _own_values(model: nn.Module, empty: set[str]) -> Filled:
     said = "the model came on the meta device and was filled"
+    doubts = []
     own = getattr(model, "init_weights", None)
     if callable(own):
         try:
             own()
+            return Filled(f"{said} by its init_weights()", [])
         except Exception as error:  # it may want arguments, or tensors that are not sharded
-            reason = one_line(f"{type(error).__name__}: {error}", 120)
-            return [
-                f"{said} by its modules' reset_parameters(): its init_weights() failed ({reason})",
-                *_reset(model, empty),
-            ]
-        return [f"{said} by its init_weights()"]
-    return [f"{said} by its modules' reset_parameters()", *_reset(model, empty)]
+            doubts.append(f"its init_weights() failed ({one_line(f'{type(error).__name__}: {error}', 120)})")
+    return Filled(f"{said} by its modules' reset_parameters()", [*doubts, *_reset(model, empty)])
 
 
 def _reset(model: nn.Module, empty: set[str]) -> list[str]:

@@ -250,8 +250,13 @@ def _sharded_bytes(wrapped: Wrapped, shard: int, world: int, param_bytes: int, m
 
 
 def make_optimizer(wrapped: Wrapped, spec: RunSpec) -> torch.optim.Optimizer:
-    """AdamW, fused unless there are complex parameters, or SGD with momentum: its fused form takes no sharded ones."""
+    """AdamW, or SGD with momentum, whose fused form takes no sharded parameters."""
     parameters = [p for p in wrapped.model.parameters() if p.requires_grad]
     if spec.optimizer == "sgd":
         return torch.optim.SGD(parameters, lr=spec.lr, momentum=0.9)
-    return torch.optim.AdamW(parameters, lr=spec.lr, fused=all(p.is_floating_point() for p in parameters))
+    return adamw(parameters, spec.lr)
+
+
+def adamw(parameters: list[nn.Parameter], lr: float) -> torch.optim.AdamW:
+    """AdamW, fused unless some parameter is complex."""
+    return torch.optim.AdamW(parameters, lr=lr, fused=all(p.is_floating_point() for p in parameters))

@@ -25,7 +25,7 @@ import msgspec
 from costlab.probes import failures
 from costlab.probes.compile_internals import compile_module
 from costlab.probes.job import run_rank
-from costlab.probes.parallel import compiled_modules
+from costlab.probes.parallel import adamw, compiled_modules
 from costlab.probes.session import Voice
 from costlab.probes.shapes_spec import (
     MOST_SHAPES,
@@ -165,7 +165,7 @@ def build(spec: ShapesSpec, shapes: list[Shape]) -> Stage:
     on_device(workload.model, device, spec.seed)
     workload.model.train()
     workload.blocks = workload.blocks or find_blocks(workload.model)
-    optimizer = torch.optim.AdamW((p for p in workload.model.parameters() if p.requires_grad), lr=1e-5, fused=cuda)
+    optimizer = adamw([p for p in workload.model.parameters() if p.requires_grad], 1e-5)
     stage = Stage(spec, device, workload, shapes, largest, optimizer)
     whole = sizes_in(stage.batch(0, largest))
     for shape in shapes:

@@ -95,11 +95,11 @@ def make(spec: RunSpec, device: torch.device) -> Workload:
     import torch
 
     from costlab.probes.materialise import on_device
-    from costlab.probes.workloads.base import WorkloadContext, find_blocks, to_device
+    from costlab.probes.workloads.base import WorkloadContext, find_blocks, seed_all, to_device
     from costlab.probes.workloads.loader import load
 
     dtype = torch.bfloat16 if spec.dtype == "bf16" else torch.float32
-    torch.manual_seed(spec.seed)
+    seed_all(spec.seed)
     context = WorkloadContext(device, dtype, spec.size, spec.batch, spec.seq, spec.seed, 0, 1)
     workload = load(spec.workload, context)
     on_device(workload.model, device, spec.seed)

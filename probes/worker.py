@@ -48,11 +48,11 @@ from costlab.probes.tables import write_bytes, write_rows
 
 if TYPE_CHECKING:
     import torch
-    from torch import nn
 
     from costlab.probes.checkin import Placement
     from costlab.probes.energy import EnergyProbe
     from costlab.probes.fusion.model import FusionTrace
+    from costlab.probes.materialise import Filled
     from costlab.probes.memory import MemoryProbe
     from costlab.probes.steps import Trainer
     from costlab.probes.workloads.base import Workload
@@ -237,6 +237,7 @@ def build(run: RankRun) -> Trainer:
     import torch
 
     from costlab.probes.ceilings import copy_gbps, matmul_tflops
+    from costlab.probes.materialise import fill
     from costlab.probes.parallel import make_optimizer, set_activation_budget, wrap
     from costlab.probes.steps import Trainer
     from costlab.probes.workloads.base import WorkloadContext, find_blocks, seed_all
@@ -249,8 +250,8 @@ def build(run: RankRun) -> Trainer:
     with run.memory.phase("build"):
         seed_all(spec.seed)  # the same weights on all ranks: replicas of HSDP would never meet otherwise
         workload = load(spec.workload, context)
-        seed_all(spec.seed + run.rank)
         later = place(run, workload)
+        seed_all(spec.seed + run.rank)
         workload.model.train()
         workload.blocks = workload.blocks or find_blocks(workload.model)
         describe(run, workload)
@@ -269,7 +270,8 @@ def build(run: RankRun) -> Trainer:
         run.voice.progress(2, 3, "wrapping the model")
         wrapped = wrap(workload.model, workload.blocks, spec, run.device, workload.dynamic)
         if later:
-            say_filled(run, wrapped.base)
+            say_filled(run, fill(wrapped.base, run.device, spec.seed))
+            seed_all(spec.seed + run.rank)
         optimizer = make_optimizer(wrapped, spec)
     for note in wrapped.notes if run.rank == 0 else ():
         run.voice.log(note)
@@ -289,31 +291,25 @@ def build(run: RankRun) -> Trainer:
 
 def place(run: RankRun, workload: Workload) -> bool:
     """Move the model to the device. True for one on the meta device that is to be sharded before it is filled."""
-    from costlab.probes.materialise import unfilled
+    from costlab.probes.materialise import on_device, unfilled
     from costlab.probes.spec import SpecError
 
-    if not unfilled(workload.model):
-        workload.model.to(run.device)
-        return False
-    if run.spec.parallel == "ddp":
-        say_filled(run, workload.model)
-        return False
-    if run.spec.schedule != "stock":
-        raise SpecError(
-            "--schedule starts replicas from the first one's weights, which a model on the meta device has not"
-        )
-    return True
+    if run.spec.parallel != "ddp" and unfilled(workload.model):
+        if run.spec.schedule != "stock":
+            raise SpecError(
+                "--schedule starts replicas from the first one's weights, which a model on the meta device has not"
+            )
+        return True
+    say_filled(run, on_device(workload.model, run.device, run.spec.seed))
+    return False
 
 
-def say_filled(run: RankRun, model: nn.Module) -> None:
-    """Fill a model from the meta device, and log how; the same values on all ranks, as far as they hold the same."""
-    from costlab.probes.materialise import fill
-    from costlab.probes.workloads.base import seed_all
-
-    notes = fill(model, run.device, run.spec.seed)
-    seed_all(run.spec.seed + run.rank)
-    for note in notes if run.rank == 0 else ():
-        run.voice.log(note, "warning" if "zero" in note or "failed" in note else "info")
+def say_filled(run: RankRun, filled: Filled | None) -> None:
+    """Log how a model from the meta device was filled, and what is doubtful about that."""
+    if filled is not None and run.rank == 0:
+        run.voice.log(filled.how)
+        for doubt in filled.doubts:
+            run.voice.log(doubt, "warning")
 
 
 def describe(run: RankRun, workload: Workload) -> None:

@@ -58,6 +58,15 @@ def test_a_model_on_the_meta_device_trains(template: Template, tmp_path: Path, w
     assert not any("FLOPs not counted" in text for text in said)
 
 
+def test_what_is_filled_is_sharded_already(template: Template, tmp_path: Path) -> None:
+    """Its init_weights() fails on a parameter that is whole."""
+    _, said, losses = run(template, tmp_path / "run", "sharded", parallel="fsdp")
+    assert any(text.endswith("by its init_weights()") for text in said), said
+    assert len(losses) == 3
+    _, said, _ = run(template, tmp_path / "whole", "sharded", parallel="ddp")
+    assert any("init_weights() failed (AssertionError: whole" in text for text in said)
+
+
 def test_planned_replicas_are_refused_in_one_line(template: Template, tmp_path: Path) -> None:
     manifest, _, _ = run(template, tmp_path / "run", "make", parallel="hsdp", shard_size=1, schedule="ring")
     assert manifest.failure is not None
@@ -82,7 +91,7 @@ class Odd(nn.Module):
 def test_every_tensor_gets_a_value_and_what_was_there_keeps_its_own() -> None:
     model = Odd()
     assert unfilled(model)
-    notes = fill(model, CPU, seed=3)
+    filled = fill(model, CPU, seed=3)
     assert not unfilled(model)
     assert model.matrix.std().item() == pytest.approx(0.02, rel=0.5)
     assert model.gain.tolist() == [1.0] * 8
@@ -90,7 +99,7 @@ def test_every_tensor_gets_a_value_and_what_was_there_keeps_its_own() -> None:
     assert model.there.tolist() == [7.0] * 3
     assert model.norm.running_var is not None
     assert model.norm.running_var.tolist() == [1.0] * 8
-    assert any("buffers are zero (table, count" in note for note in notes)
+    assert any("buffers are zero (table, count" in doubt for doubt in filled.doubts)
     again = Odd()
     fill(again, CPU, seed=3)
     assert torch.equal(again.matrix, model.matrix)
@@ -114,8 +123,9 @@ def test_an_initialiser_that_fails_is_told_and_the_modules_do_it() -> None:
             raise AssertionError(std)
 
     model = Picky()
-    notes = fill(model, CPU, seed=0)
-    assert "init_weights() failed (TypeError" in notes[0]
+    filled = fill(model, CPU, seed=0)
+    assert filled.how.endswith("reset_parameters()")
+    assert "init_weights() failed (TypeError" in filled.doubts[0]
     assert model.linear.weight.std() > 0.05  # nn.Linear's own, wider than the plain one
 
 

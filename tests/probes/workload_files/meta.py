@@ -2,6 +2,7 @@
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 
 class Block(nn.Module):
@@ -43,6 +44,14 @@ class Initialised(Model):
         self.scale.fill_(2.0)
 
 
+class Sharded(Initialised):
+    def init_weights(self):
+        for parameter in self.parameters():
+            assert isinstance(parameter, DTensor), "whole"
+            assert parameter.to_local().numel() < parameter.numel(), "whole"
+        super().init_weights()
+
+
 def parts(model, ctx):
     generator = torch.Generator().manual_seed(ctx.rank)
 
@@ -66,3 +75,8 @@ def tied(ctx):
 def initialised(ctx):
     with torch.device("meta"):
         return parts(Initialised(), ctx)
+
+
+def sharded(ctx):
+    with torch.device("meta"):
+        return parts(Sharded(), ctx)
