@@ -47,6 +47,14 @@ def watched() -> Iterator[Watch]:
         gc.callbacks.remove(watch)
 
 
+def settle() -> None:
+    """Collect what compiling and the first steps left, which would fall due in the timed steps once and never again.
+
+    In a training that happens once in many thousand steps; within twenty it would weigh as if it came in each twenty.
+    """
+    gc.collect()
+
+
 def freeze() -> int:
     """Collect once, and leave all that survives out of every later collection; the number of objects left out."""
     gc.collect()

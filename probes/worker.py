@@ -446,6 +446,7 @@ def measure_phase(run: RankRun, trainer: Trainer) -> None:
     """The timed steps: no profiler, no annotations, all ranks starting together."""
     import torch.distributed as dist
 
+    from costlab.probes.collector import freeze, settle
     from costlab.probes.parity import gradient_rows
     from costlab.probes.steps import lead_steps, measure
 
@@ -459,9 +460,9 @@ def measure_phase(run: RankRun, trainer: Trainer) -> None:
         run.voice.progress(index + 1, steps, f"{ms:.1f} ms", eta)
 
     if run.spec.gc == "freeze":
-        from costlab.probes.collector import freeze
-
         run.voice.log(f"{freeze():,} objects are left out of garbage collections")
+    else:
+        settle()
     dist.barrier()
     with run.memory.phase("measure"), run.energy.phase("measure", steps=lead + steps):
         rows = measure(trainer, steps, run.rank, told, lead=lead)

@@ -5,13 +5,16 @@ from __future__ import annotations
 import gc
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from costlab.probes.collector import freeze, watched
+from costlab.probes.launch import Launcher
 from costlab.probes.parallel import Wrapped
+from costlab.probes.spec import Collector, RunSpec
 from costlab.probes.steps import Trainer, measure
 from costlab.probes.workloads.base import Workload
 
@@ -87,3 +90,13 @@ def test_what_is_frozen_costs_no_collection_any_more(heap: list[list[int]]) -> N
     before = min(full_ms() for _ in range(3))
     assert freeze() > len(heap)
     assert min(full_ms() for _ in range(3)) < before / 2
+
+
+@pytest.mark.parametrize("gc_option", ["default", "freeze"])
+def test_the_warm_ups_garbage_is_collected_before_the_timed_steps(tmp_path: Path, gc_option: Collector) -> None:
+    spec = RunSpec(
+        workload=f"{Path(__file__).parent / 'workload_files' / 'leavings.py'}:make", size="", ranks=1, device="cpu",
+        compile="none", dtype="fp32", steps=2, warmup=1, profile_steps=0, checkpoint=False, gc=gc_option,
+    )  # fmt: skip
+    manifest = Launcher(spec, tmp_path / "run").run(lambda _: None)
+    assert manifest.status == "complete", manifest.failure
