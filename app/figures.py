@@ -6,6 +6,7 @@ A missing or non-finite value is shown as `MISSING`, never as zero.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 from costlab.app.analysis.views import Figure
 
@@ -38,6 +39,11 @@ def count(value: float | None) -> str:
 def counted(number: int, what: str) -> str:
     """1 round, 3 rounds, 1,200 steps."""
     return f"{count(number)} {what}{'' if number == 1 else 's'}"
+
+
+def fused_kernels(by_name: Mapping[str, int]) -> str:
+    """Fused kernels and how many of each: 22 x add_norm, 1 x linear_cross_entropy."""
+    return ", ".join(f"{count(number)} x {name}" for name, number in by_name.items())
 
 
 def times(value: float | None) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 from costlab.app.analysis.views import RunInfo
@@ -47,6 +48,7 @@ def run_info(manifest: Manifest, status: RunStatus, notes: Sequence[str]) -> Run
         parameters=facts.parameters,
         spec=spec,
         passed_over=dict(facts.passed_over),
+        fused=dict(Counter(place.partition(":")[0] for place in facts.fused).most_common()),
         failure=failure.message if failure else "",
         failure_advice=failure.advice if failure else "",
         log_tail=list(failure.log_tail) if failure else [],

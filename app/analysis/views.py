@@ -52,6 +52,7 @@ class RunInfo(View, frozen=True, kw_only=True):
     parameters: int
     spec: dict[str, Any]
     passed_over: dict[str, int] = {}  # by class: modules compiled that Module.compile() alone leaves eager
+    fused: dict[str, int] = {}  # by name: fused kernels put in for --fused or --plan, each where it was recognised
     failure: str = ""
     failure_advice: str = ""
     log_tail: list[str] = []

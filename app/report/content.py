@@ -5,7 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from costlab.app.analysis.views import Figure, RunReport
-from costlab.app.figures import MISSING, brief, count, figure, footnote, interval, ms, seconds, share, size
+from costlab.app.figures import (
+    MISSING,
+    brief,
+    count,
+    counted,
+    figure,
+    footnote,
+    fused_kernels,
+    interval,
+    ms,
+    seconds,
+    share,
+    size,
+)
 from costlab.app.report.checkpoint import write_checkpoint
 from costlab.app.report.document import Bar, Bars, Code, Document, Log, sentence
 from costlab.app.report.findings import write_findings
@@ -45,6 +58,8 @@ def _write_title(doc: Document, report: RunReport) -> None:
     when = f"{run.created[:16].replace('T', ' ')} UTC" if run.created else "date unknown"
     doc.say("costlab run ", Code(run.id), f", {when}: {run.status}{took}.")
     doc.say(sentence(_setting(report)))
+    if run.fused:
+        doc.say(sentence(f"{counted(sum(run.fused.values()), 'fused kernel')} put in: {fused_kernels(run.fused)}"))
     if run.failure:
         doc.say(f"It ended early: {run.failure}.", f" What to try: {run.failure_advice}." if run.failure_advice else "")
         if run.log_tail:

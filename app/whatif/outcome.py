@@ -8,11 +8,13 @@ from dataclasses import dataclass, field
 
 from costlab.app.analysis.compare import Change
 from costlab.app.analysis.views import Figure, RunReport
+from costlab.app.figures import counted
 from costlab.app.whatif import stats
 from costlab.app.whatif.deltas import deltas, money_change, typical
 from costlab.app.whatif.legs import MEMORY_KINDS, missing_bytes, saves
 from costlab.app.whatif.parity import judge
 from costlab.app.whatif.predict import checked
+from costlab.app.whatif.put_in import put_in
 from costlab.app.whatif.results import Arm, FactorEffect, LegRecord, Prediction, SaveEffect, WhatIfResult, WhatIfStatus
 from costlab.app.whatif.saves import save_effect
 from costlab.app.whatif.spec import BASELINE, CONTROL, Variant, WhatIfSpec
@@ -88,16 +90,28 @@ def conclude(evidence: Evidence, status: WhatIfStatus, level: float) -> WhatIfRe
         currency=cost.currency if cost else "USD",
         legs=list(evidence.legs),
         seconds=evidence.seconds,
-        notes=[*evidence.notes, *_disturbed(evidence, rounds), *_remarks(spec, control)],
+        notes=[*evidence.notes, *_disturbed(evidence, rounds), *_remarks(spec, control), *_few(rounds)],
     )
 
 
 def _disturbed(evidence: Evidence, kept: list[Mapping[str, float]]) -> list[str]:
     out = len(evidence.rounds()) - len(kept)
-    if not out:
+    more = len(stats.complete_rounds(kept, [])) - evidence.spec.legs
+    notes = []
+    if out:
+        which = "round was" if out == 1 else "rounds were"
+        notes = [f"{out} {which} disturbed and left out: a leg lay far off what its arm and its round have in common"]
+    if more > 0:
+        why = "an earlier one looked disturbed, and beside the new legs does not"
+        notes.append(f"{counted(more, 'round')} more than asked: {why}")
+    return notes
+
+
+def _few(rounds: list[Mapping[str, float]]) -> list[str]:
+    """Why intervals of two rounds are wide: at 98 %, Student's t is 31.8 of one degree of freedom and 7.0 of two."""
+    if len(stats.complete_rounds(rounds, [])) != 2:
         return []
-    which = "round was" if out == 1 else "rounds were"
-    return [f"{out} {which} disturbed and left out: a leg lay far off what its arm and its round have in common"]
+    return ["two rounds can hardly tell noise from an effect: a third makes the intervals two to five times narrower"]
 
 
 def _remarks(spec: WhatIfSpec, control: stats.Estimate | None) -> list[str]:
@@ -203,11 +217,11 @@ def _arm(
 
 
 def _own_notes(evidence: Evidence, name: str) -> list[str]:
-    """What the arm's run notes and the baseline's does not: a fall-back, for example."""
+    """What the arm's options put in, and what its run notes and the baseline's does not: a fall-back, for example."""
     before, after = evidence.reports.get(BASELINE), evidence.reports.get(name)
     if before is None or after is None:
         return []
-    notes = [n for n in after.run.notes if n not in before.run.notes]
+    notes = [*put_in(before, after), *(n for n in after.run.notes if n not in before.run.notes)]
     if before.run.spec.get("gc") != after.run.spec.get("gc"):
         notes.insert(0, RARE)
     return notes[:NOTES]

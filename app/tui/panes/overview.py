@@ -399,8 +399,9 @@ def _class_line(row: ClassRow) -> Line:
 
 
 def facts(report: RunReport) -> list[Line]:
-    """One line each on fusion, compile, checkpoint, communication; then what is missing from the run."""
-    lines = [fact for fact in (_fusion(report), _compile(report), _checkpoint(report), _comms(report)) if fact]
+    """One line each on fusion, fused kernels, compile, checkpoint, communication; then what is missing from the run."""
+    told = (_fusion(report), _fused(report), _compile(report), _checkpoint(report), _comms(report))
+    lines = [fact for fact in told if fact]
     lines += [line(("! ", "warn"), (note, "muted")) for note in report.run.notes]
     return lines
 
@@ -416,6 +417,14 @@ def _fusion(report: RunReport) -> Line:
     goal = f" → target {fmt.rate(view.target)}  " if view.target is not None else "  "
     quality = f"   trace quality {fmt.figure(view.quality)}" if view.quality else ""
     return line(_label("fusion"), (fmt.rate(view.rate.value), "strong"), goal, *status(view.status), (quality, "muted"))
+
+
+def _fused(report: RunReport) -> Line:
+    kernels = report.run.fused
+    if not kernels:
+        return EMPTY
+    number = fmt.counted(sum(kernels.values()), "kernel")
+    return line(_label("fused"), (number, "strong"), f" put in: {fmt.fused_kernels(kernels)}")
 
 
 def _compile(report: RunReport) -> Line:

@@ -195,6 +195,33 @@ def test_a_variant_that_cannot_start_is_a_result_too() -> None:
     assert len(machine.started) == 2
 
 
+# Medians of a real what-if on one GPU: after four rounds the second looked disturbed, beside the fifth it did not.
+BORDERLINE = [
+    [129.64, 125.99, 129.95, 128.39, 129.06],
+    [129.42, 131.64, 129.86, 127.51, 129.74],
+    [129.72, 127.14, 129.36, 127.86, 129.85],
+    [129.70, 127.60, 130.30, 128.98, 129.64],
+    [130.25, 127.22, 129.69, 127.13, 129.82],
+]  # ms, in the order of running
+
+
+def test_a_round_more_than_asked_says_why() -> None:
+    machine = FakeMachine()
+    turns = itertools.chain.from_iterable(BORDERLINE)
+    machine.slowdown = lambda _: next(turns)
+    result = run(ask("fused", "fp8", legs=4), machine)
+    assert result.rounds == 5
+    assert "1 round more than asked: an earlier one looked disturbed, and beside the new legs does not" in result.notes
+    asked = run(ask("sgd", legs=3), slower())
+    assert not any("more than asked" in note for note in asked.notes)
+
+
+def test_two_rounds_are_told_to_be_few() -> None:
+    few = "two rounds can hardly tell noise from an effect: a third makes the intervals two to five times narrower"
+    assert few in run(ask("sgd", legs=2), slower()).notes
+    assert few not in run(ask("sgd", legs=3), slower()).notes
+
+
 def test_a_baseline_that_fails_ends_the_whatif() -> None:
     machine = slower()
     machine.fail = lambda _: out_of_memory()
