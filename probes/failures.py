@@ -21,6 +21,8 @@ KINDS = {
     " one element type only, on a CPU more often than on a GPU",
     "mixed-parameters": "FSDP2 shards what is gathered together as one tensor: give the parameters one element type or"
     " run with --parallel ddp",
+    "scalar-parameters": "FSDP2 shards along the first dimension, which a scalar has not: make it a vector of one"
+    " element, as torch.ones(1), or run with --parallel ddp",
     "unused-parameters": "some parameters take no part in the loss, which costlab's DDP does not allow: freeze them"
     " (requires_grad_(False)), leave them out, or run with --parallel fsdp",
     "sparse-gradients": "sharding and AdamW take dense gradients only: make the embedding with sparse=False",
@@ -36,6 +38,14 @@ KINDS = {
 }
 
 
+MIXED_DTYPES = (
+    r"expected scalar type \w+ but found|mixed dtype|(to have|must have) (the )?same (dtype|scalar type)|dtypes match"
+    r"|dtypes? (to be equal|must be the same)|[Ee]xpected (self\.)?dtype \w+ for|does not match weight dtype"
+    r"|Found dtype \w+ but expected|Type promoting not supported"
+    r"|(Unsupported dtype|not implemented for) '?(BFloat16|Half)"
+)
+
+
 def classify(type_name: str, message: str) -> str:
     """Kind of a Python exception by its type name and text."""
     text = f"{type_name}: {message}"
@@ -48,8 +58,9 @@ def classify(type_name: str, message: str) -> str:
         (r"DistBackendError|NCCL|ncclUnhandled|[Gg]loo|Connection (closed|reset)|DistNetworkError", "communication"),
         (r"illegal memory access|CUDA error|device-side assert", "illegal-address"),
         (r"No space left on device|Errno 28|Disk quota", "disk"),
-        (r"expected scalar type \w+ but found|to have (the )?same dtype|must have the same dtype|mixed dtype", "dtype"),
+        (MIXED_DTYPES, "dtype"),
         (r"FSDP expects uniform (original parameter|reduce) dtype", "mixed-parameters"),
+        (r"doesn't support scalar parameters", "scalar-parameters"),
         (r"parameters that were not used in producing loss", "unused-parameters"),
         (r"Sparse(CPU|CUDA)|does not support sparse gradients", "sparse-gradients"),
         (r"'DistributedDataParallel' object has no attribute", "past-the-wrapper"),

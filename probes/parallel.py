@@ -225,23 +225,21 @@ def _padded(parameter: Tensor, shard: int) -> int:
 
 def _sharded_bytes(wrapped: Wrapped, shard: int, world: int, param_bytes: int, micro_batches: int) -> tuple[int, str]:
     """Bytes of one rank and step: all-gather outputs, reduce-scatter inputs and, for HSDP, all-reduced shards."""
-    in_blocks: set[int] = set()
-    block_elements = 0
-    for name in wrapped.blocks:
-        for p in wrapped.base.get_submodule(name).parameters():
-            if id(p) not in in_blocks:
-                in_blocks.add(id(p))
-                block_elements += _padded(p, shard)
-    rest = {id(p): p for p in wrapped.base.parameters() if id(p) not in in_blocks}
-    root_elements = sum(_padded(p, shard) for p in rest.values())
+    in_blocks = {p for name in wrapped.blocks for p in wrapped.base.get_submodule(name).parameters()}
+    padded = {p: _padded(p, shard) for p in wrapped.base.parameters()}
+    block_elements = sum(padded[p] for p in in_blocks)
+    root_elements = sum(padded.values()) - block_elements
+    training = sum(elements for p, elements in padded.items() if p.requires_grad)
     gathered = micro_batches * (2 * block_elements + root_elements) * param_bytes
-    reduced = (block_elements + root_elements) * 4
+    reduced = training * 4
+    if shard == 1:  # FSDP2 calls no collective for a group of one
+        return (reduced, f"{training:,} gradients all-reduced x 4 B") if world > 1 else (0, "")
     total = gathered + reduced
     formula = (
         (f"{micro_batches} x (" if micro_batches > 1 else "")
         + f"2 x {block_elements:,} block + {root_elements:,} root parameters gathered x {param_bytes} B"
         + (")" if micro_batches > 1 else "")
-        + f" + {block_elements + root_elements:,} gradients scattered x 4 B"
+        + f" + {training:,} gradients scattered x 4 B"
     )
     if world != shard:
         total += reduced // shard

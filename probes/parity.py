@@ -40,9 +40,8 @@ def gradient_rows(trainer: Trainer, rank: int) -> list[GradientRow]:
 
 
 def whole_norm(gradient: Tensor) -> float:
-    """L2 norm of a gradient in fp32; of a sharded one over all shards, which is a collective call."""
+    """L2 norm of a gradient, in fp32 at least; of a sharded one over all shards, which is a collective call."""
     from torch.distributed.tensor import DTensor
 
-    wide = torch.complex64 if gradient.is_complex() else torch.float32
-    norm = torch.linalg.vector_norm(gradient, dtype=wide)
+    norm = torch.linalg.vector_norm(gradient, dtype=torch.promote_types(gradient.dtype, torch.float32))
     return float((norm.full_tensor() if isinstance(norm, DTensor) else norm).item())

@@ -356,24 +356,14 @@ def put_in_fused_kernels(run: RankRun, workload: Workload) -> None:
 
 
 def count_flops(workload: Workload, run: RankRun) -> tuple[float | None, str]:
-    """FLOPs of one batch by counting a forward pass; backward is taken as twice the forward pass."""
-    import torch
-    from torch.utils.flop_counter import FlopCounterMode
-
-    from costlab.probes.workloads.base import batch_beside
+    """FLOPs of one batch and their formula; a user's model may not run outside its wrapper, MFU is then unknown."""
+    from costlab.probes import flops
 
     try:
-        with torch.random.fork_rng(devices=[run.device] if run.device.type == "cuda" else []), torch.no_grad():
-            buffers = [b.detach().clone() for b in workload.model.buffers()]
-            with FlopCounterMode(display=False) as counter:
-                workload.loss(workload.model, batch_beside(workload))
-            for buffer, saved in zip(workload.model.buffers(), buffers, strict=True):
-                buffer.copy_(saved)  # counting must not move batch-norm statistics
-    except Exception as error:  # a user's model may not run outside its wrapper; MFU is then unknown
+        return flops.count_flops(workload)
+    except Exception as error:
         run.voice.log(f"FLOPs not counted: {failures.one_line(str(error))}", "warning")
         return None, ""
-    total = 3.0 * counter.get_total_flops()
-    return (total or None), "3 x FLOPs of the forward pass as counted by torch.utils.flop_counter"
 
 
 def compile_phase(run: RankRun, trainer: Trainer) -> None:

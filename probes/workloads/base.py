@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+import dataclasses
 import inspect
 import random
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 
 class WorkloadError(Exception):
@@ -164,6 +167,22 @@ def coerce(result: object, where: str) -> Workload:
     return Workload(model=model, batch=_batch_source(batches, where), loss=loss)
 
 
+def initialise_lazy_modules(workload: Workload, device: torch.device) -> None:
+    """Give `nn.LazyLinear` and its like their shapes, by one forward pass on the device; without any, nothing is run.
+
+    Buffers that have a value stay as they are. Raises what the model or the loss raises.
+    """
+    model = workload.model
+    if not any(map(is_lazy, (*model.parameters(), *model.buffers()))):
+        return
+    model.to(device)
+    kept = {b: b.clone() for b in model.buffers() if not is_lazy(b)}
+    with torch.no_grad():
+        workload.loss(model, to_device(workload.batch(0), device))
+        for buffer, value in kept.items():
+            buffer.copy_(value)
+
+
 def takes_nothing(function: Callable[..., Any]) -> bool:
     """Whether a function can be called without an argument and not with one."""
     try:
@@ -203,15 +222,25 @@ def _batch_source(batches: object, where: str) -> Callable[[int], Any]:
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
-    """Move every tensor of a nested batch to the device (no copy where it already is there)."""
+    """Move every tensor of a nested batch to the device (no copy where it already is there).
+
+    What has a `to` of its own moves itself: packed sequences, graphs, a tokenizer's encodings.
+    """
     if isinstance(batch, Tensor):
         return batch.to(device, non_blocking=True)
+    if callable(getattr(batch, "to", None)) and not isinstance(batch, type):
+        return batch.to(device)
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
         return type(batch)(*(to_device(v, device) for v in batch))
     if isinstance(batch, list | tuple):
         return type(batch)(to_device(v, device) for v in batch)
-    if isinstance(batch, dict):
+    if isinstance(batch, Mapping):
         return {k: to_device(v, device) for k, v in batch.items()}
+    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
+        moved = copy.copy(batch)  # `replace` would call __init__, which may check or compute
+        for field in dataclasses.fields(batch):
+            object.__setattr__(moved, field.name, to_device(getattr(batch, field.name), device))
+        return moved
     return batch
 
 
@@ -225,5 +254,11 @@ def count_samples(batch: Any) -> int:
     """Leading dimension of the first tensor in a nested batch, 0 if there is none."""
     if isinstance(batch, Tensor):
         return int(batch.shape[0]) if batch.dim() else 1
-    values = batch.values() if isinstance(batch, dict) else batch if isinstance(batch, list | tuple) else ()
+    values: Iterable[Any] = ()
+    if isinstance(batch, Mapping):
+        values = batch.values()
+    elif isinstance(batch, list | tuple):
+        values = batch
+    elif dataclasses.is_dataclass(batch) and not isinstance(batch, type):
+        values = [getattr(batch, f.name) for f in dataclasses.fields(batch)]
     return next((n for n in map(count_samples, values) if n), 0)

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 
-from costlab.probes.workloads.base import Workload, WorkloadContext, WorkloadError, coerce, takes_nothing
+from costlab.probes.workloads.base import (
+    Workload,
+    WorkloadContext,
+    WorkloadError,
+    coerce,
+    initialise_lazy_modules,
+    takes_nothing,
+)
 
 
 def load(name: str, ctx: WorkloadContext) -> Workload:
@@ -30,10 +38,18 @@ def _load_user(name: str, ctx: WorkloadContext) -> Workload:
     make = _function(path, function or "make")
     where = f"{path.name}:{function}"
     try:
-        result = make() if takes_nothing(make) else make(ctx)
+        with _as_program(path):
+            result = make() if takes_nothing(make) else make(ctx)
     except (Exception, SystemExit) as error:
-        raise WorkloadError(f"{where} raised {type(error).__name__}: {error} ({_user_line(error, path)})") from error
+        raise WorkloadError(f"{where} raised {_told(error)} ({_user_line(error, path)})") from error
     workload = coerce(result, where)
+    try:
+        initialise_lazy_modules(workload, ctx.device)
+    except Exception as error:  # the user's model or loss
+        line = _user_line(error, path)
+        raise WorkloadError(
+            f"{where}: a first batch for the model's lazy modules raised {_told(error)} ({line})"
+        ) from error
     if workload.name == "custom":
         workload.name = path.stem
         workload.title = workload.title or path.stem
@@ -64,11 +80,28 @@ def _import_file(path: Path) -> ModuleType:
     sys.modules[name] = module  # pickling and dataclasses look the module up by name
     sys.path.insert(0, str(path.parent.resolve()))
     try:
-        spec.loader.exec_module(module)
+        with _as_program(path):
+            spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
         line = _user_line(error, path)
-        raise WorkloadError(f"importing {path.name} failed: {type(error).__name__}: {error} ({line})") from error
+        raise WorkloadError(f"importing {path.name} failed: {_told(error)} ({line})") from error
     return module
+
+
+@contextlib.contextmanager
+def _as_program(path: Path) -> Iterator[None]:
+    """Let argparse in the user's file find its defaults, not costlab's own arguments."""
+    before, sys.argv = sys.argv, [str(path)]
+    try:
+        yield
+    finally:
+        sys.argv = before
+
+
+def _told(error: BaseException) -> str:
+    if isinstance(error, SystemExit):
+        return f"SystemExit: {error}; costlab passes no command line on, so give your arguments defaults"
+    return f"{type(error).__name__}: {error}"
 
 
 def _user_line(error: BaseException, path: Path) -> str:

@@ -91,6 +91,16 @@ def test_a_workload_that_seeds_nothing_trains_the_same_model_however_it_is_wrapp
     assert first[0] != pytest.approx(first[1], rel=1e-3)
 
 
+@pytest.mark.parametrize("way", [{"parallel": "ddp"}, {"parallel": "fsdp"}, {"parallel": "hsdp", "shard_size": 1}])
+def test_frozen_weights_have_no_gradients_to_communicate(
+    template: Template, tmp_path: Path, way: dict[str, object]
+) -> None:
+    adapters = {"workload": f"{Path(__file__).parent / 'workload_files' / 'adapters.py'}:make", "size": ""}
+    manifest, moved, _ = measured(template, tmp_path / "run", **adapters, **way)
+    assert manifest.workload is not None
+    assert manifest.workload.expected_comm_bytes == moved
+
+
 def test_wrong_combinations_are_refused() -> None:
     with pytest.raises(SpecError, match="--parallel ddp"):
         validate(RunSpec(grad_compression="bf16"))

@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
+from collections import UserDict
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils.rnn import pack_sequence
 
-from costlab.probes.workloads.base import WorkloadContext, WorkloadError, coerce, find_blocks, one_number
+from costlab.probes.workloads.base import (
+    WorkloadContext,
+    WorkloadError,
+    coerce,
+    count_samples,
+    find_blocks,
+    one_number,
+    to_device,
+)
 from costlab.probes.workloads.loader import load
 
 
@@ -141,3 +152,97 @@ def test_make_may_take_the_context_or_nothing(tmp_path: Path, arguments: str) ->
     assert workload.name == "json"
     assert sys.modules.get("json") is before
     sys.path.remove(str(tmp_path))
+
+
+CONTEXT = WorkloadContext(torch.device("cpu"), torch.float32, "", 0, 0, 0, 0, 1)
+ARGUMENTS = """
+import argparse, torch
+{at_import}
+def make(ctx):
+    {in_make}
+    return torch.nn.Linear(2, options.width), [torch.ones(2)], lambda m, b: m(b).sum()
+"""
+PARSE = (
+    "options = argparse.ArgumentParser(); options.add_argument('--width', type=int, {}); options = options.parse_args()"
+)
+
+
+@pytest.mark.parametrize("place", ["at_import", "in_make"])
+def test_arguments_of_the_users_file_take_their_defaults(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["costlab", "run", "--ranks", "2"])
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    file = tmp_path / f"arguments_{place}.py"
+    file.write_text(ARGUMENTS.format(**{"at_import": "", "in_make": "", place: PARSE.format("default=3")}))
+    assert load(f"{file}:make", CONTEXT).model.out_features == 3
+    assert sys.argv == ["costlab", "run", "--ranks", "2"]
+
+
+@pytest.mark.parametrize("place", ["at_import", "in_make"])
+def test_an_argument_without_a_default_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    file = tmp_path / f"required_{place}.py"
+    file.write_text(ARGUMENTS.format(**{"at_import": "", "in_make": "", place: PARSE.format("required=True")}))
+    line = 3 if place == "at_import" else 5
+    with pytest.raises(
+        WorkloadError, match=rf"SystemExit: 2; .* give your arguments defaults \(required_\w+.py:{line}\)"
+    ):
+        load(f"{file}:make", CONTEXT)
+    assert "--width" in capsys.readouterr().err
+
+
+LAZY = """
+import torch
+from torch import nn
+def make(ctx):
+    model = nn.Sequential(nn.LazyLinear(8), nn.LazyBatchNorm1d(), nn.BatchNorm1d(8), nn.LazyLinear(1))
+    return model, [torch.ones(4, {})], lambda m, b: m(b).sum()
+"""
+
+
+def test_lazy_modules_get_their_shapes_from_a_first_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    file = tmp_path / "lazily.py"
+    file.write_text(LAZY.format(5))
+    model = load(f"{file}:make", CONTEXT).model
+    assert [tuple(p.shape) for p in model.parameters()] == [(8, 5), (8,), (8,), (8,), (8,), (8,), (1, 8), (1,)]
+    assert int(model.get_buffer("2.num_batches_tracked")) == 0
+    file.write_text(LAZY.format("5, 6, 7"))
+    with pytest.raises(WorkloadError, match="a first batch for the model's lazy modules raised"):
+        load(f"{file}:make", CONTEXT)
+
+
+@dataclasses.dataclass(frozen=True)
+class Sample:
+    x: torch.Tensor
+    names: tuple[str, ...] = ("a",)
+
+
+class Encoding(UserDict[str, torch.Tensor]):
+    """As a tokenizer's: a mapping, not a dict, that moves itself."""
+
+    def to(self, device: torch.device) -> Encoding:
+        return Encoding({k: v.to(device) for k, v in self.items()})
+
+
+def test_batches_of_any_make_are_moved() -> None:
+    meta, x = torch.device("meta"), torch.ones(4, 2)
+    assert to_device(Sample(x), meta).x.is_meta
+    assert to_device(Sample(x), meta).names == ("a",)
+    assert to_device(Encoding(ids=x), meta)["ids"].is_meta
+    assert to_device(UserDict(ids=[x]), meta)["ids"][0].is_meta
+    assert to_device(MappingProxyType({"ids": x}), meta)["ids"].is_meta
+    assert not x.is_meta
+    for batch in (Sample(x), Encoding(ids=x), UserDict(ids=[x]), (Sample(x), "b")):
+        assert count_samples(batch) == 4
+
+
+def test_packed_sequences_keep_their_lengths_on_the_host() -> None:
+    """Built anew from moved parts they would not, and cuDNN refuses them."""
+    packed = pack_sequence([torch.ones(3, 2), torch.ones(2, 2)])
+    moved = to_device((packed, 1), torch.device("meta"))[0]
+    assert moved.data.is_meta
+    assert moved.batch_sizes.device.type == "cpu"

@@ -1,0 +1,85 @@
+"""FLOPs of a training step by counting a forward pass, module by module."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from costlab.probes.workloads.base import Workload, batch_beside
+
+ALL_TRAIN = "3 x FLOPs of the forward pass as counted by torch.utils.flop_counter"
+SOME_TRAIN = (
+    "FLOPs of the forward pass as counted by torch.utils.flop_counter, once more for the gradients of inputs from the "
+    "first module on that trains, and once more for the gradients of weights that train"
+)
+
+
+def count_flops(workload: Workload) -> tuple[float | None, str]:
+    """FLOPs of one batch, forward and backward, and how they came about; None where nothing is counted.
+
+    One forward pass without gradients is run, and the model's buffers are put back. What the user's model or loss
+    raises is raised.
+    """
+    model = workload.model
+    devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
+    with torch.random.fork_rng(devices=list(devices)), torch.no_grad():
+        buffers = [b.detach().clone() for b in model.buffers()]
+        with FlopCounterMode(display=False) as counter, _spared(model, counter) as spared:
+            workload.loss(model, batch_beside(workload))
+        for buffer, saved in zip(model.buffers(), buffers, strict=True):
+            buffer.copy_(saved)  # counting must not move batch-norm statistics
+    total = 3.0 * counter.get_total_flops()
+    if all(p.requires_grad for p in model.parameters()):
+        return total or None, ALL_TRAIN
+    return (total - spared.flops) or None, SOME_TRAIN
+
+
+@dataclass
+class _Spared:
+    """FLOPs that a backward pass of twice the forward pass would have, and that of frozen weights has not.
+
+    A module's own FLOPs are those between its call and its return, without the calls of other modules. Where its
+    weights are frozen it computes no gradient of them; before the first module that trains none of its input either.
+    """
+
+    counter: FlopCounterMode
+    flops: float = 0.0
+    training: bool = False  # some module that has returned trains
+    open: list[tuple[int, int, bool]] = field(default_factory=list)  # FLOPs at the call, those of its calls, `training`
+
+    def enter(self, _module: nn.Module, _args: Any) -> None:
+        """A module is called."""
+        self.open.append((self.counter.get_total_flops(), 0, self.training))
+
+    def leave(self, module: nn.Module, _args: Any, _out: Any) -> None:
+        """A module returns."""
+        at_call, inner, trained = self.open.pop()
+        whole = self.counter.get_total_flops() - at_call
+        weights = [p.requires_grad for p in module.parameters(recurse=False)]
+        self.training = self.training or any(weights)
+        if not self.training:
+            self.flops += 2.0 * (whole - inner)
+        elif weights and not any(weights):
+            self.flops += (1.0 if trained else 2.0) * (whole - inner)
+        if self.open:
+            at_outer, sum_outer, outer_trained = self.open[-1]
+            self.open[-1] = (at_outer, sum_outer + whole, outer_trained)
+
+
+@contextlib.contextmanager
+def _spared(model: nn.Module, counter: FlopCounterMode) -> Iterator[_Spared]:
+    """Count what is spared in the calls inside."""
+    spared = _Spared(counter)
+    hooks = [m.register_forward_pre_hook(spared.enter, prepend=True) for m in model.modules()]
+    hooks += [m.register_forward_hook(spared.leave) for m in model.modules()]
+    try:
+        yield spared
+    finally:
+        for hook in hooks:
+            hook.remove()
