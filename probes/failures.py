@@ -65,7 +65,10 @@ def classify(type_name: str, message: str) -> str:
         (r"Sparse(CPU|CUDA)|does not support sparse gradients", "sparse-gradients"),
         (r"'DistributedDataParallel' object has no attribute", "past-the-wrapper"),
         (r"got mixed torch\.Tensor and DTensor", "past-the-wrapper"),
-        (r"torch\._dynamo|torch\._inductor|BackendCompilerFailed|Inductor|CppCompileError", "compile"),
+        (
+            r"torch\._dynamo|torch\._inductor|torch\.compile with|BackendCompilerFailed|Inductor|CppCompileError",
+            "compile",
+        ),
     )
     return next((kind for pattern, kind in tests if re.search(pattern, text)), "error")
 

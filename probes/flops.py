@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -20,8 +21,16 @@ SOME_TRAIN = (
 )
 
 
-def count_flops(workload: Workload) -> tuple[float | None, str]:
-    """FLOPs of one batch, forward and backward, and how they came about; None where nothing is counted.
+class Counted(NamedTuple):
+    """FLOPs of one batch, forward and backward, how they came about, and the modules that are not called once."""
+
+    flops: float | None  # None where nothing was counted
+    how: str
+    calls: dict[str, int]  # by FQN; "" is the model
+
+
+def count_flops(workload: Workload) -> Counted:
+    """Count one batch.
 
     One forward pass without gradients is run, and the model's buffers are put back. What the user's model or loss
     raises is raised.
@@ -30,31 +39,34 @@ def count_flops(workload: Workload) -> tuple[float | None, str]:
     devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
     with torch.random.fork_rng(devices=list(devices)), torch.no_grad():
         buffers = [b.detach().clone() for b in model.buffers()]
-        with FlopCounterMode(display=False) as counter, _spared(model, counter) as spared:
+        with FlopCounterMode(display=False) as counter, _watched(model, counter) as watch:
             workload.loss(model, batch_beside(workload))
         for buffer, saved in zip(model.buffers(), buffers, strict=True):
             buffer.copy_(saved)  # counting must not move batch-norm statistics
     total = 3.0 * counter.get_total_flops()
+    calls = {name: watch.calls[m] for name, m in model.named_modules() if watch.calls[m] != 1}
     if all(p.requires_grad for p in model.parameters()):
-        return total or None, ALL_TRAIN
-    return (total - spared.flops) or None, SOME_TRAIN
+        return Counted(total or None, ALL_TRAIN, calls)
+    return Counted((total - watch.spared) or None, SOME_TRAIN, calls)
 
 
 @dataclass
-class _Spared:
-    """FLOPs that a backward pass of twice the forward pass would have, and that of frozen weights has not.
+class _Watch:
+    """Calls of every module, and what a backward pass of twice the forward pass would have that this one has not.
 
     A module's own FLOPs are those between its call and its return, without the calls of other modules. Where its
     weights are frozen it computes no gradient of them; before the first module that trains none of its input either.
     """
 
     counter: FlopCounterMode
-    flops: float = 0.0
+    spared: float = 0.0
+    calls: Counter[nn.Module] = field(default_factory=Counter)
     training: bool = False  # some module that has returned trains
     open: list[tuple[int, int, bool]] = field(default_factory=list)  # FLOPs at the call, those of its calls, `training`
 
-    def enter(self, _module: nn.Module, _args: Any) -> None:
+    def enter(self, module: nn.Module, _args: Any) -> None:
         """A module is called."""
+        self.calls[module] += 1
         self.open.append((self.counter.get_total_flops(), 0, self.training))
 
     def leave(self, module: nn.Module, _args: Any, _out: Any) -> None:
@@ -64,22 +76,22 @@ class _Spared:
         weights = [p.requires_grad for p in module.parameters(recurse=False)]
         self.training = self.training or any(weights)
         if not self.training:
-            self.flops += 2.0 * (whole - inner)
+            self.spared += 2.0 * (whole - inner)
         elif weights and not any(weights):
-            self.flops += (1.0 if trained else 2.0) * (whole - inner)
+            self.spared += (1.0 if trained else 2.0) * (whole - inner)
         if self.open:
             at_outer, sum_outer, outer_trained = self.open[-1]
             self.open[-1] = (at_outer, sum_outer + whole, outer_trained)
 
 
 @contextlib.contextmanager
-def _spared(model: nn.Module, counter: FlopCounterMode) -> Iterator[_Spared]:
-    """Count what is spared in the calls inside."""
-    spared = _Spared(counter)
-    hooks = [m.register_forward_pre_hook(spared.enter, prepend=True) for m in model.modules()]
-    hooks += [m.register_forward_hook(spared.leave) for m in model.modules()]
+def _watched(model: nn.Module, counter: FlopCounterMode) -> Iterator[_Watch]:
+    """Watch the calls inside."""
+    watch = _Watch(counter)
+    hooks = [m.register_forward_pre_hook(watch.enter, prepend=True) for m in model.modules()]
+    hooks += [m.register_forward_hook(watch.leave) for m in model.modules()]
     try:
-        yield spared
+        yield watch
     finally:
         for hook in hooks:
             hook.remove()

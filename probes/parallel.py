@@ -7,8 +7,10 @@ and FSDP's hooks stay outside the compiled region. Also states which bytes the w
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -38,6 +40,7 @@ class Wrapped:
     expected_bytes: int | None = None
     formula: str = ""
     notes: list[str] = field(default_factory=list)  # what was decided while wrapping, for the log
+    calls: Mapping[str, int] = field(default_factory=dict)  # a batch's, of the model ("") and blocks not called once
     passed_over: dict[str, int] = field(default_factory=dict)  # by class: compiled, but not by Module.compile() alone
     schedules: list[ScheduleChoice] = field(default_factory=list)  # grows as the steps meet new sizes of messages
 
@@ -50,11 +53,17 @@ class Wrapped:
 
 
 def wrap(
-    model: nn.Module, blocks: list[str], spec: RunSpec, device: torch.device, dynamic: bool | None = None
+    model: nn.Module,
+    blocks: list[str],
+    spec: RunSpec,
+    device: torch.device,
+    dynamic: bool | None = None,
+    calls: Mapping[str, int] = MappingProxyType({}),
 ) -> Wrapped:
     """Apply recomputation, compile and the parallel strategy of `spec`, in place where possible.
 
-    `dynamic` is the workload's wish for torch.compile, taken where `spec.dynamic` is "auto".
+    `dynamic` is the workload's wish for torch.compile, taken where `spec.dynamic` is "auto"; `calls` say how often a
+    batch calls the model ("") and the blocks (by FQN) that it does not call once.
     """
     modules = dict(model.named_modules())
     missing = [b for b in blocks if b not in modules]
@@ -71,7 +80,7 @@ def wrap(
     options = _compile_options(spec, dynamic)
     chosen = compiled_modules(spec.compile, blocks)
     library = dict(Counter(type(modules[name]).__name__ for name in chosen if passed_over(modules[name])))
-    wrapped = Wrapped(model=model, base=model, blocks=blocks, compiled=chosen, passed_over=library)
+    wrapped = Wrapped(model=model, base=model, blocks=blocks, compiled=chosen, passed_over=library, calls=calls)
     if spec.compile == "block":
         for name in chosen:
             compile_module(modules[name], **options)
@@ -156,9 +165,10 @@ def _ddp(wrapped: Wrapped, spec: RunSpec, dtype: torch.dtype, device: torch.devi
         wrapped.notes += planned_ddp(ddp, spec, device, wrapped.schedules)
     gradients = sum(p.numel() * p.element_size() for p in wrapped.base.parameters() if p.requires_grad)
     buffers = sum(b.numel() * b.element_size() for b in ddp.modules_buffers) if ddp.broadcast_buffers else 0
+    buffers *= max(wrapped.calls.get("", 1), 1)
     wrapped.expected_bytes = gradients + buffers
     wrapped.formula = "gradients in the parameters' dtype, all-reduced once" + (
-        "; buffers broadcast once" if buffers else ""
+        "; buffers broadcast in each call" if buffers else ""
     )
     if spec.grad_compression in ("bf16", "fp16"):
         wrapped.expected_bytes = gradients // 2 + buffers
@@ -225,19 +235,22 @@ def _padded(parameter: Tensor, shard: int) -> int:
 
 def _sharded_bytes(wrapped: Wrapped, shard: int, world: int, param_bytes: int, micro_batches: int) -> tuple[int, str]:
     """Bytes of one rank and step: all-gather outputs, reduce-scatter inputs and, for HSDP, all-reduced shards."""
-    in_blocks = {p for name in wrapped.blocks for p in wrapped.base.get_submodule(name).parameters()}
     padded = {p: _padded(p, shard) for p in wrapped.base.parameters()}
-    block_elements = sum(padded[p] for p in in_blocks)
-    root_elements = sum(padded.values()) - block_elements
     training = sum(elements for p, elements in padded.items() if p.requires_grad)
+    block_elements, rest = 0, dict(padded)
+    for name in wrapped.blocks:
+        held = sum(rest.pop(p, 0) for p in wrapped.base.get_submodule(name).parameters())
+        block_elements += held * wrapped.calls.get(name, 1)
+    root_elements = sum(rest.values())
     gathered = micro_batches * (2 * block_elements + root_elements) * param_bytes
     reduced = training * 4
     if shard == 1:  # FSDP2 calls no collective for a group of one
         return (reduced, f"{training:,} gradients all-reduced x 4 B") if world > 1 else (0, "")
     total = gathered + reduced
+    often = " (in all calls)" if wrapped.calls else ""
     formula = (
         (f"{micro_batches} x (" if micro_batches > 1 else "")
-        + f"2 x {block_elements:,} block + {root_elements:,} root parameters gathered x {param_bytes} B"
+        + f"2 x {block_elements:,} block{often} + {root_elements:,} root parameters gathered x {param_bytes} B"
         + (")" if micro_batches > 1 else "")
         + f" + {training:,} gradients scattered x 4 B"
     )

@@ -268,7 +268,7 @@ def build(run: RankRun) -> Trainer:
             run.facts.copy_gbps = copy_gbps(run.device)[0]
         set_activation_budget(workload, spec)
         run.voice.progress(2, 3, "wrapping the model")
-        wrapped = wrap(workload.model, workload.blocks, spec, run.device, workload.dynamic)
+        wrapped = wrap(workload.model, workload.blocks, spec, run.device, workload.dynamic, workload.calls)
         if later:
             say_filled(run, fill(wrapped.base, run.device, spec.seed))
             seed_all(spec.seed + run.rank)
@@ -330,7 +330,7 @@ def describe(run: RankRun, workload: Workload) -> None:
         normalise(name): classify(name, type(module).__name__) for name, module in model.named_modules() if name
     }
     if workload.flops_per_batch is None and not run.spec.lean:
-        workload.flops_per_batch, workload.flops_formula = count_flops(workload, run)
+        count_flops(run, workload)
     if workload.flops_per_batch:
         facts.flops_per_step = workload.flops_per_batch * run.world * run.spec.accumulation
     facts.flops_formula = workload.flops_formula
@@ -355,15 +355,17 @@ def put_in_fused_kernels(run: RankRun, workload: Workload) -> None:
         run.voice.log(note, "warning")
 
 
-def count_flops(workload: Workload, run: RankRun) -> tuple[float | None, str]:
-    """FLOPs of one batch and their formula; a user's model may not run outside its wrapper, MFU is then unknown."""
+def count_flops(run: RankRun, workload: Workload) -> None:
+    """FLOPs and calls of a batch; a user's model may not run outside its wrapper, they are then unknown."""
     from costlab.probes import flops
 
     try:
-        return flops.count_flops(workload)
+        counted = flops.count_flops(workload)
     except Exception as error:
         run.voice.log(f"FLOPs not counted: {failures.one_line(str(error))}", "warning")
-        return None, ""
+        return
+    workload.flops_per_batch, workload.flops_formula = counted.flops, counted.how if counted.flops else ""
+    workload.calls = {name: counted.calls[name] for name in ("", *workload.blocks) if name in counted.calls}
 
 
 def compile_phase(run: RankRun, trainer: Trainer) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from costlab.app.analysis.views import BreakView, CacheView, Finding
 from costlab.app.diagnosis.rule import Context
 from costlab.app.figures import ms, seconds
@@ -108,15 +110,42 @@ def recompiles(context: Context) -> list[Finding]:
     return [_recompile(context, r) for r in view.recompiles[:MOST]]
 
 
+ONCE = "Nothing to mend: each of the two is compiled once, and starts with a warm cache hardly pay for it."
+# What a failed guard says, in Dynamo's words, and what to do; the first that fits. The last fits all.
+GUARDS = (
+    (r"requires_grad mismatch", f"The same code meets inputs with and without gradient, as a first block does. {ONCE}"),
+    (
+        r"GLOBAL_STATE changed",
+        f"The same code runs in two modes, as a teacher without gradients or under another autocast. {ONCE}",
+    ),
+    (
+        r"size mismatch|rank mismatch|\.size\(\)|\.shape|stride\(\)",
+        "If the shape really varies, mark the dimension dynamic (torch._dynamo.mark_dynamic(x, dim)) or pad to a few "
+        "fixed sizes; `costlab shapes` measures which.",
+    ),
+    (r"stride mismatch", "Bring the tensor into one memory layout before the call (contiguous(), or channels_last)."),
+    (
+        r"dtype mismatch|device.* mismatch|dispatch key",
+        "Bring the input to one element type and device before the call.",
+    ),
+    (
+        "",
+        "If a Python number, flag or object varies from step to step, make it a tensor or keep it constant; the guard "
+        "names it.",
+    ),
+)
+
+
 def _recompile(context: Context, item: BreakView) -> Finding:
     cost = f", {seconds(item.seconds)} of compiling" if item.seconds else ""
+    advice = next(text for pattern, text in GUARDS if re.search(pattern, item.reason))
+    harmless = advice.endswith(ONCE) and item.count == 1
     return context.finding(
         "recompiles",
         f"{item.source or 'A frame'} was compiled again because a guard failed",
         [f"guard: {item.reason}", f"{item.count} time{'s' if item.count > 1 else ''} in the recorded steps{cost}"],
-        "If the shape really varies, mark the dimension dynamic (torch._dynamo.mark_dynamic(x, dim)) or pad to a few "
-        "fixed sizes; if a Python number or flag varies, make it a tensor or keep it constant.",
-        severity="medium" if item.count > 1 else "low",
+        advice,
+        severity="info" if harmless else "medium" if item.count > 1 else "low",
         how="not modelled: how often the guard fails later in the run is not known",
         where=item.source,
     )

@@ -48,7 +48,8 @@ class Workload:
     runs the forward pass and returns a scalar. `blocks` are the FQNs to shard and compile one by one (found by
     `find_blocks` when empty). `flops_per_batch` counts forward and backward of one rank's batch without
     recomputation; None means "count it". `dynamic` is handed to torch.compile where the user leaves it open: False
-    where blocks of one class differ in shape and each should be specialised.
+    where blocks of one class differ in shape and each should be specialised. `calls` say how often a batch calls the
+    model ("") and those blocks that it does not call once; they are found with the FLOPs.
     """
 
     model: nn.Module
@@ -63,6 +64,7 @@ class Workload:
     flops_formula: str = ""
     dynamic: bool | None = None
     source: str = ""
+    calls: dict[str, int] = field(default_factory=dict)
 
 
 def seed_all(seed: int) -> None:

@@ -76,11 +76,11 @@ def test_the_stand_in_fails_where_another_device_would() -> None:
 
 
 def test_flops_are_counted() -> None:
-    own = run()
-    flops, formula = worker.count_flops(workload(), own)
+    own, mine = run(), workload()
+    worker.count_flops(own, mine)
     assert own.said == []
-    assert flops == 3 * 2 * 4 * 8 * 16 * 32
-    assert "3 x FLOPs" in formula
+    assert mine.flops_per_batch == 3 * 2 * 4 * 8 * 16 * 32
+    assert "3 x FLOPs" in mine.flops_formula
 
 
 def test_the_fused_loss_is_put_in(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -80,6 +80,7 @@ def test_the_users_own_line_is_named_where_one_is_in_the_traceback(tmp_path: Pat
         ("RuntimeError", "result type Float can't be cast to the desired output type Long", "error"),
         ("AssertionError", "FSDP expects uniform requires_grad but got {True, False}", "error"),
         ("RuntimeError", "AdamW does not support sparse gradients", "sparse-gradients"),
+        ("RuntimeError", "torch.compile with aot_autograd does not currently support double backward", "compile"),
         ("OSError", "[Errno 28] No space left on device", "disk"),
         ("RuntimeError", "shape '[2, 3]' is invalid for input of size 5", "error"),
     ],

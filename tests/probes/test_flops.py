@@ -48,7 +48,7 @@ def by_autograd(mine: Workload) -> int:
 
 
 def test_three_passes_where_everything_trains() -> None:
-    assert count_flops(workload(linear(), nn.ReLU(), linear())) == (3 * 2 * ONE, ALL_TRAIN)
+    assert count_flops(workload(linear(), nn.ReLU(), linear())) == (3 * 2 * ONE, ALL_TRAIN, {})
 
 
 @pytest.mark.parametrize(
@@ -63,7 +63,8 @@ def test_three_passes_where_everything_trains() -> None:
 )
 def test_frozen_weights_have_no_gradients_to_compute(layers: list[nn.Module], products: int) -> None:
     mine = workload(*layers)
-    flops, how = count_flops(mine)
+    flops, how, _ = count_flops(mine)
+    assert flops is not None
     assert flops == products * ONE
     assert how == SOME_TRAIN
     # autograd skips one more product: the gradient of an input that nothing trains before
@@ -73,7 +74,9 @@ def test_frozen_weights_have_no_gradients_to_compute(layers: list[nn.Module], pr
 def test_calls_are_counted_wherever_they_come_from_and_as_often() -> None:
     shared = linear(False)
     mine = workload(linear(), shared, through=lambda m, b: m[1](m[1](m[0](b))))  # type: ignore[index]
-    assert count_flops(mine)[0] == (3 + 2 + 2) * ONE
+    assert count_flops(mine) == ((3 + 2 + 2) * ONE, SOME_TRAIN, {"": 0, "1": 2})
+    twice = workload(linear(), through=lambda m, b: m(m(b)))
+    assert count_flops(twice) == (2 * 3 * ONE, ALL_TRAIN, {"": 2, "0": 2})
 
 
 def test_the_model_is_left_as_it_was() -> None:
@@ -99,4 +102,4 @@ def test_hooks_go_away_when_the_model_fails() -> None:
 
 
 def test_nothing_counted_is_unknown() -> None:
-    assert count_flops(workload(nn.LayerNorm(WIDTH)))[0] is None
+    assert count_flops(workload(nn.LayerNorm(WIDTH))).flops is None

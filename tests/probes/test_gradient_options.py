@@ -92,11 +92,13 @@ def test_a_workload_that_seeds_nothing_trains_the_same_model_however_it_is_wrapp
 
 
 @pytest.mark.parametrize("way", [{"parallel": "ddp"}, {"parallel": "fsdp"}, {"parallel": "hsdp", "shard_size": 1}])
-def test_frozen_weights_have_no_gradients_to_communicate(
-    template: Template, tmp_path: Path, way: dict[str, object]
+@pytest.mark.parametrize("make", ["make", "twice", "again"])
+def test_frozen_weights_and_repeated_calls_are_in_the_expected_traffic(
+    template: Template, tmp_path: Path, way: dict[str, object], make: str
 ) -> None:
-    adapters = {"workload": f"{Path(__file__).parent / 'workload_files' / 'adapters.py'}:make", "size": ""}
-    manifest, moved, _ = measured(template, tmp_path / "run", **adapters, **way)
+    """Frozen adapters; the model called twice a step; a block called twice a call."""
+    adapters = {"workload": f"{Path(__file__).parent / 'workload_files' / 'adapters.py'}:{make}", "size": ""}
+    manifest, moved, _ = measured(template, tmp_path / "run", **adapters, **way, lean=False)
     assert manifest.workload is not None
     assert manifest.workload.expected_comm_bytes == moved
 

@@ -382,6 +382,29 @@ def test_cuts_at_ddps_buckets_are_intended(how: str, proves: str) -> None:
     assert "print" not in finding.action
 
 
+@pytest.mark.parametrize(
+    ("reason", "count", "severity", "words"),
+    [
+        ("0/0: tensor 'x' requires_grad mismatch. expected requires_grad=0", 1, "info", "Nothing to mend"),
+        ("0/0: tensor 'x' requires_grad mismatch. expected requires_grad=0", 2, "medium", "with and without gradient"),
+        ("0/1: GLOBAL_STATE changed: grad_mode", 1, "info", "two modes"),
+        ("0/0: GLOBAL_STATE changed: autocast(cpu)_enabled", 1, "info", "another autocast"),
+        ("0/0: tensor 'x' size mismatch at index 0. expected 4, actual 5", 1, "low", "mark_dynamic"),
+        ("0/0: tensor 'x' rank mismatch. expected 2, actual 1", 1, "low", "mark_dynamic"),
+        ("0/0: 768*x.size()[1]*x.size()[0] < 5242880", 1, "low", "costlab shapes"),
+        ("0/0: tensor 'x' stride mismatch at index 0. expected 5, actual 1", 1, "low", "memory layout"),
+        ("0/0: tensor 'x' dtype mismatch. expected Float, actual Double", 1, "low", "one element type"),
+        ("0/0: n == 2 # g=lambda x,n: x*n", 3, "medium", "keep it constant"),
+        ("", 1, "low", "keep it constant"),
+    ],
+)
+def test_the_advice_on_a_recompile_fits_its_guard(reason: str, count: int, severity: str, words: str) -> None:
+    item = BreakView(reason=reason, source="m.py:1", count=count)
+    (finding,) = found("recompiles", healthy(compile=compiled(recompiles=[item])))
+    assert finding.severity == severity
+    assert words in finding.action
+
+
 def test_lists_of_findings_are_short() -> None:
     breaks = [BreakView(reason=f"r{n}", source=f"m.py:{n}", count=9 - n) for n in range(8)]
     findings = found("graph-break", healthy(compile=compiled(breaks=breaks)))

@@ -1,4 +1,4 @@
-"""Frozen Linears with adapters that train, in blocks, and a frozen root."""
+"""Frozen Linears with adapters that train, in blocks, between a stem that trains and a frozen head."""
 
 import torch
 from torch import nn
@@ -15,16 +15,28 @@ class Adapted(nn.Module):
 
 
 class Model(nn.Module):
-    def __init__(self):
+    def __init__(self, repeats=1):
         super().__init__()
+        self.repeats = repeats
+        self.stem = nn.Linear(16, 16)  # FSDP2 keeps a block gathered whose input needs no gradient
         self.layers = nn.ModuleList(Adapted() for _ in range(2))
         self.head = nn.Linear(16, 4).requires_grad_(False)
 
     def forward(self, x):
+        x = self.stem(x)
         for layer in self.layers:
-            x = layer(x)
+            for _ in range(self.repeats):
+                x = layer(x)
         return self.head(x)
 
 
 def make(ctx):
     return Model(), lambda _step: torch.ones(4, 16), lambda m, x: m(x).square().mean()
+
+
+def twice(ctx):
+    return Model(), lambda _step: torch.ones(4, 16), lambda m, x: (m(x) - m(-x)).square().mean()
+
+
+def again(ctx):
+    return Model(repeats=2), lambda _step: torch.ones(4, 16), lambda m, x: m(x).square().mean()
