@@ -126,7 +126,7 @@ GUARDS = (
     (r"stride mismatch", "Bring the tensor into one memory layout before the call (contiguous(), or channels_last)."),
     (
         r"dtype mismatch|device.* mismatch|dispatch key",
-        "Bring the input to one element type and device before the call.",
+        "Bring the input to one element type and one device.",
     ),
     (
         "",
