@@ -501,22 +501,14 @@ class _Session:
 
     def _put(self, state: Tree, moment: Moment) -> None:
         """Make `state` the training's own, at the step and with the random numbers of `moment`."""
-        from torch.distributed.checkpoint.state_dict import set_state_dict
-
         assert self.repeatable is not None
-        set_state_dict(self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"])
+        states.put_in(self.model, self.optimizer, state)
         moment.put_back(self.repeatable, self.device)
 
     def _restore(self, row: CheckpointRow, state: Tree, target: Tree) -> None:
         """Time set_state_dict with the state that training holds now, so that it goes on unchanged."""
-        from torch.distributed.checkpoint.state_dict import set_state_dict
-
         now = states.renewed(target, state)
-        ms, problem = self._timed(
-            lambda: set_state_dict(
-                self.model, self.optimizer, model_state_dict=now["model"], optim_state_dict=now["optim"]
-            )
-        )
+        ms, problem = self._timed(partial(states.put_in, self.model, self.optimizer, now))
         if not self._agree(row, problem):
             return
         _note(row, f"dcp.load {row.total_ms or 0:.0f} ms, set_state_dict {ms:.0f} ms")

@@ -28,6 +28,23 @@ def training_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> Tree:
     return {"model": model_state, "optim": optimizer_state}
 
 
+def put_in(model: nn.Module, optimizer: torch.optim.Optimizer, state: Tree) -> None:
+    """Make a state of `training_state` the training's own.
+
+    A parameter that takes no part in the loss has no optimizer state to put back, which torch 2.13 refuses if strict.
+    """
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_state_dict
+
+    trained = [p for group in optimizer.param_groups for p in group["params"]]
+    set_state_dict(
+        model,
+        optimizer,
+        model_state_dict=state["model"],
+        optim_state_dict=state["optim"],
+        options=StateDictOptions(strict=all(p in optimizer.state for p in trained)),
+    )
+
+
 def leaves(tree: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
     """(path, value) of every value that is no dict, list or tuple, in a fixed order."""
     if isinstance(tree, dict):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import subprocess
@@ -23,7 +24,18 @@ from costlab.probes.checkpoint import measure
 from costlab.probes.checkpoint_modes import Background, Pending, Saver, Staged, Sync, stager_is_reusable
 from costlab.probes.checkpoint_resume import horizon
 from costlab.probes.checkpoint_savers import savers
-from costlab.probes.checkpoint_state import bits, blank, identical, in_parts, leaves, snapshot, subtree, units
+from costlab.probes.checkpoint_state import (
+    bits,
+    blank,
+    identical,
+    in_parts,
+    leaves,
+    put_in,
+    snapshot,
+    subtree,
+    training_state,
+    units,
+)
 from costlab.probes.records import CheckpointRow
 from costlab.probes.stall import stall
 
@@ -437,6 +449,23 @@ def test_stall_counts_slower_steps_and_its_interval_covers_noise() -> None:
     assert covered >= 85
     with pytest.raises(ValueError, match="control"):
         stall([], [1.0], 0.0)
+
+
+@pytest.mark.parametrize("unused", [False, True])
+def test_a_state_is_put_back_also_where_a_parameter_has_never_been_updated(unused: bool) -> None:
+    """FSDP2 allows parameters that take no part in the loss; AdamW then has no moments of them."""
+    training = Training()
+    if unused:
+        training.model.register_parameter("unused", nn.Parameter(torch.ones(2)))
+    training.optimizer = torch.optim.AdamW(training.model.parameters(), lr=1e-2)
+    training.step()
+    before = {name: value.clone() for name, value in training.model.state_dict().items()}
+    kept = copy.deepcopy(training_state(training.model, training.optimizer))
+    training.step()
+    put_in(training.model, training.optimizer, kept)
+    assert all(torch.equal(value, before[name]) for name, value in training.model.state_dict().items())
+    steps = {float(s["step"]) for s in training.optimizer.state.values() if "step" in s}
+    assert steps == {1.0}
 
 
 def test_the_resumed_training_is_as_long_as_the_budget_lets_it_be() -> None:
