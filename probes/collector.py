@@ -48,9 +48,10 @@ def watched() -> Iterator[Watch]:
 
 
 def settle() -> None:
-    """Collect what compiling and the first steps left, which would fall due in the timed steps once and never again.
+    """Collect what compiling and the first steps left, so that this does not fall due in the timed steps.
 
-    In a training that happens once in many thousand steps; within twenty it would weigh as if it came in each twenty.
+    CPython collects all when what is alive has grown by a quarter: as the first steps end, and then hardly again in a
+    training. Within twenty timed steps it would weigh as if it came in each twenty.
     """
     gc.collect()
 

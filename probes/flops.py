@@ -29,15 +29,14 @@ class Counted(NamedTuple):
     calls: dict[str, int]  # by FQN; "" is the model
 
 
-def count_flops(workload: Workload) -> Counted:
-    """Count one batch.
+def count_flops(workload: Workload, device: torch.device) -> Counted:
+    """Count one batch of a rank that trains on `device`, where the model need not be yet.
 
-    One forward pass without gradients is run, and the model's buffers are put back. What the user's model or loss
-    raises is raised.
+    One forward pass without gradients is run; the model's buffers and the random numbers are put back. What the user's
+    model or loss raises is raised.
     """
     model = workload.model
-    devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
-    with torch.random.fork_rng(devices=list(devices)), torch.no_grad():
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.no_grad():
         buffers = [b.detach().clone() for b in model.buffers()]
         with FlopCounterMode(display=False) as counter, _watched(model, counter) as watch:
             workload.loss(model, batch_beside(workload))
@@ -89,7 +88,7 @@ def _watched(model: nn.Module, counter: FlopCounterMode) -> Iterator[_Watch]:
     """Watch the calls inside."""
     watch = _Watch(counter)
     hooks = [m.register_forward_pre_hook(watch.enter, prepend=True) for m in model.modules()]
-    hooks += [m.register_forward_hook(watch.leave) for m in model.modules()]
+    hooks += [m.register_forward_hook(watch.leave, always_call=True) for m in model.modules()]
     try:
         yield watch
     finally:

@@ -360,7 +360,7 @@ def count_flops(run: RankRun, workload: Workload) -> None:
     from costlab.probes import flops
 
     try:
-        counted = flops.count_flops(workload)
+        counted = flops.count_flops(workload, run.device)
     except Exception as error:
         run.voice.log(f"FLOPs not counted: {failures.one_line(str(error))}", "warning")
         return

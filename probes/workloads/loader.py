@@ -99,7 +99,7 @@ def _as_program(path: Path) -> Iterator[None]:
 
 
 def _told(error: BaseException) -> str:
-    if isinstance(error, SystemExit):
+    if isinstance(error, SystemExit) and error.code == 2:  # argparse's
         return f"SystemExit: {error}; costlab passes no command line on, so give your arguments defaults"
     return f"{type(error).__name__}: {error}"
 

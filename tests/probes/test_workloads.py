@@ -194,6 +194,14 @@ def test_an_argument_without_a_default_is_said(
     assert "--width" in capsys.readouterr().err
 
 
+def test_a_file_that_ends_the_program_is_quoted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    file = tmp_path / "ends.py"
+    file.write_text("import sys\nsys.exit('no data in /data')\n")
+    with pytest.raises(WorkloadError, match=r"failed: SystemExit: no data in /data \(ends.py:2\)"):
+        load(f"{file}:make", CONTEXT)
+
+
 LAZY = """
 import torch
 from torch import nn
