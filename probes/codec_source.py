@@ -163,7 +163,8 @@ def trained(model: str, size: str, steps: int, device: torch.device) -> dict[str
     """Weights and Adam's state of a built-in model after `steps` training steps, by names as checkpoints have them."""
     import torch
 
-    from costlab.probes.workloads.base import WorkloadContext, to_device
+    from costlab.probes.workloads.base import WorkloadContext
+    from costlab.probes.workloads.batches import to_device
     from costlab.probes.workloads.loader import load
 
     torch.manual_seed(0)

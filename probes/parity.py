@@ -23,7 +23,7 @@ def gradient_rows(trainer: Trainer, rank: int) -> list[GradientRow]:
     The gradients are dropped again. A parameter without a gradient has no row.
     """
     from costlab.probes.fusion.fqn import normalise
-    from costlab.probes.workloads.base import to_device
+    from costlab.probes.workloads.batches import to_device
 
     trainer.optimizer.zero_grad(set_to_none=True)
     batch = to_device(trainer.workload.batch(trainer.index), trainer.device)

@@ -40,6 +40,7 @@ from costlab.probes.shapes_spec import (
 )
 from costlab.probes.spec import SpecError
 from costlab.probes.tables import write_bytes
+from costlab.probes.workloads.batches import mapped, tensors, to_device
 
 if TYPE_CHECKING:
     import torch
@@ -63,8 +64,6 @@ class Stage:
 
     def batch(self, step: int, shape: Shape) -> Any:
         """The workload's batch cut down to a shape."""
-        from costlab.probes.workloads.base import to_device
-
         return cut(to_device(self.workload.batch(step), self.device), self.largest, shape)
 
 
@@ -184,39 +183,20 @@ def cut(batch: Any, largest: Shape, shape: Shape) -> Any:
     """
     import torch
 
-    if isinstance(batch, torch.Tensor):
-        out = batch
+    def smaller(tensor: Tensor) -> Tensor:
+        out = tensor
         if out.dim() and out.shape[0] == largest.batch:
             out = out[: shape.batch]
             if out.dim() > 1 and shape.seq and out.shape[1] == largest.seq:
                 out = out[:, : shape.seq]
-        return out.contiguous() if out.shape != batch.shape else out.clone(memory_format=torch.preserve_format)
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(cut(v, largest, shape) for v in batch))
-    if isinstance(batch, list | tuple):
-        return type(batch)(cut(v, largest, shape) for v in batch)
-    if isinstance(batch, dict):
-        return {k: cut(v, largest, shape) for k, v in batch.items()}
-    return batch
+        return out.contiguous() if out.shape != tensor.shape else out.clone(memory_format=torch.preserve_format)
+
+    return mapped(batch, smaller)
 
 
 def sizes_in(batch: Any) -> list[tuple[int, ...]]:
     """Shapes of all tensors of a nested batch."""
     return [tuple(t.shape) for t in tensors(batch)]
-
-
-def tensors(batch: Any) -> Iterator[Tensor]:
-    """All tensors of a nested batch."""
-    import torch
-
-    if isinstance(batch, torch.Tensor):
-        yield batch
-    elif isinstance(batch, dict):
-        for value in batch.values():
-            yield from tensors(value)
-    elif isinstance(batch, list | tuple):
-        for value in batch:
-            yield from tensors(value)
 
 
 def recompile_limit() -> int:

@@ -17,7 +17,8 @@ from torch.profiler import record_function
 from costlab.probes.collector import Watch, watched
 from costlab.probes.parallel import Wrapped
 from costlab.probes.records import StepRow
-from costlab.probes.workloads.base import Workload, one_number, to_device
+from costlab.probes.workloads.base import Workload, one_number
+from costlab.probes.workloads.batches import to_device
 
 # At a full rate from the first step AdamW's path is chaotic: two runs of one seed part within ten steps, and no loss
 # can be compared with another.

@@ -95,7 +95,8 @@ def make(spec: RunSpec, device: torch.device) -> Workload:
     import torch
 
     from costlab.probes.materialise import on_device
-    from costlab.probes.workloads.base import WorkloadContext, find_blocks, seed_all, to_device
+    from costlab.probes.workloads.base import WorkloadContext, find_blocks, seed_all
+    from costlab.probes.workloads.batches import to_device
     from costlab.probes.workloads.loader import load
 
     dtype = torch.bfloat16 if spec.dtype == "bf16" else torch.float32

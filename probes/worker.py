@@ -316,7 +316,7 @@ def describe(run: RankRun, workload: Workload) -> None:
     """Fill in what is known of the workload before it runs."""
     from costlab.probes.fusion.classes import classify
     from costlab.probes.fusion.fqn import normalise
-    from costlab.probes.workloads.base import count_samples
+    from costlab.probes.workloads.batches import count_samples
 
     facts, model = run.facts, workload.model
     if not workload.units_per_batch:

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-import copy
-import dataclasses
 import inspect
 import random
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+
+from costlab.probes.workloads.batches import to_device
 
 
 class WorkloadError(Exception):
@@ -223,44 +223,7 @@ def _batch_source(batches: object, where: str) -> Callable[[int], Any]:
     raise WorkloadError(f"{where}: the second value must be a function of the step or an iterable of batches")
 
 
-def to_device(batch: Any, device: torch.device) -> Any:
-    """Move every tensor of a nested batch to the device (no copy where it already is there).
-
-    What has a `to` of its own moves itself: packed sequences, graphs, a tokenizer's encodings.
-    """
-    if isinstance(batch, Tensor):
-        return batch.to(device, non_blocking=True)
-    if callable(getattr(batch, "to", None)) and not isinstance(batch, type):
-        return batch.to(device)
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(to_device(v, device) for v in batch))
-    if isinstance(batch, list | tuple):
-        return type(batch)(to_device(v, device) for v in batch)
-    if isinstance(batch, Mapping):
-        return {k: to_device(v, device) for k, v in batch.items()}
-    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
-        moved = copy.copy(batch)  # `replace` would call __init__, which may check or compute
-        for field in dataclasses.fields(batch):
-            object.__setattr__(moved, field.name, to_device(getattr(batch, field.name), device))
-        return moved
-    return batch
-
-
 def batch_beside(workload: Workload, step: int = 0) -> Any:
     """The batch of that step on the device of the model's first parameter: for a call of the loss outside a step."""
     device = next((p.device for p in workload.model.parameters()), torch.device("cpu"))
     return to_device(workload.batch(step), device)
-
-
-def count_samples(batch: Any) -> int:
-    """Leading dimension of the first tensor in a nested batch, 0 if there is none."""
-    if isinstance(batch, Tensor):
-        return int(batch.shape[0]) if batch.dim() else 1
-    values: Iterable[Any] = ()
-    if isinstance(batch, Mapping):
-        values = batch.values()
-    elif isinstance(batch, list | tuple):
-        values = batch
-    elif dataclasses.is_dataclass(batch) and not isinstance(batch, type):
-        values = [getattr(batch, f.name) for f in dataclasses.fields(batch)]
-    return next((n for n in map(count_samples, values) if n), 0)

@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
+from collections import UserDict
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import torch
+from torch import Tensor
 
-from costlab.probes.shapes import seen
+from costlab.probes.shapes import cut, seen
 from costlab.probes.shapes_spec import Shape, ShapesSpec
 from costlab.probes.spec import SpecError
 from costlab.probes.workloads.base import WorkloadError
+from costlab.probes.workloads.batches import tensors
+
+
+@dataclass
+class Sample:
+    """A batch of a class of its own."""
+
+    tokens: Tensor
+    mask: Tensor
+    table: Tensor
 
 
 def sampler(tmp_path: Path, body: str, samples: int = 1000) -> ShapesSpec:
@@ -66,3 +80,19 @@ def test_a_file_or_function_that_is_not_there(tmp_path: Path) -> None:
     spec = sampler(tmp_path, "return []")
     with pytest.raises(WorkloadError, match="no function 'pears'; it defines: pairs"):
         seen(ShapesSpec(sampler=spec.sampler.replace(":pairs", ":pears")))
+
+
+def test_every_kind_of_batch_is_cut() -> None:
+    """Mappings and dataclasses too; what has other leading dimensions stays."""
+    large, small = Shape(batch=4, seq=8), Shape(batch=2, seq=5)
+    tokens, mask, table = torch.ones(4, 8), torch.ones(4, 1), torch.ones(3, 8)
+    for made in (
+        (tokens, mask, table),
+        {"a": tokens, "b": mask, "c": table},
+        UserDict({"a": tokens, "b": mask, "c": table}),
+        Sample(tokens, mask, table),
+    ):
+        sizes = [tuple(t.shape) for t in tensors(cut(made, large, small))]
+        assert sizes == [(2, 5), (2, 1), (3, 8)]
+        assert type(cut(made, large, small)) is type(made)
+    assert tokens.shape == (4, 8)

@@ -19,11 +19,10 @@ from costlab.probes.workloads.base import (
     WorkloadContext,
     WorkloadError,
     coerce,
-    count_samples,
     find_blocks,
     one_number,
-    to_device,
 )
+from costlab.probes.workloads.batches import count_samples, tensors, to_device
 from costlab.probes.workloads.loader import load
 
 
@@ -240,12 +239,15 @@ def test_batches_of_any_make_are_moved() -> None:
     meta, x = torch.device("meta"), torch.ones(4, 2)
     assert to_device(Sample(x), meta).x.is_meta
     assert to_device(Sample(x), meta).names == ("a",)
-    assert to_device(Encoding(ids=x), meta)["ids"].is_meta
+    moved = to_device(Encoding(ids=x), meta)
+    assert moved["ids"].is_meta
+    assert isinstance(moved, Encoding)
     assert to_device(UserDict(ids=[x]), meta)["ids"][0].is_meta
     assert to_device(MappingProxyType({"ids": x}), meta)["ids"].is_meta
     assert not x.is_meta
     for batch in (Sample(x), Encoding(ids=x), UserDict(ids=[x]), (Sample(x), "b")):
         assert count_samples(batch) == 4
+        assert [t is x for t in tensors(batch)] == [True]
 
 
 def test_packed_sequences_keep_their_lengths_on_the_host() -> None:
