@@ -150,9 +150,13 @@ def _ranks(value: Any) -> str | None:
 
 
 def _decoded(raw: msgspec.Raw) -> list[Any]:
+    """A list that was left undecoded; what is damaged within counts as absent, as elsewhere in an event."""
     if not memoryview(raw):
         return []
-    value = msgspec.json.decode(raw)
+    try:
+        value = msgspec.json.decode(raw)
+    except msgspec.DecodeError:  # bytes that are no text: whoever skips a value does not look into its strings
+        return []
     return value if isinstance(value, list) else []
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from costlab.probes.trace import kineto
@@ -221,7 +221,23 @@ def test_truncation_is_a_trace_error_or_nothing(cut: int) -> None:
 
 
 @settings(max_examples=60, deadline=None)
+@given(st.sampled_from(["Input Dims", "Input type"]), st.binary(min_size=1, max_size=5))
+@example(key="Input type", noise=b"\x80")
+@example(key="Input Dims", noise=b"\\q")
+def test_any_bytes_within_what_is_decoded_late(key: str, noise: bytes) -> None:
+    """Shapes and types of a collective's tensors are skipped at first, and skipping checks less than decoding."""
+    args = b'"Collective name": "allreduce", "In msg nelems": 4, "' + key.encode() + b'": ["' + noise + b'"]'
+    event = b'{"ph": "X", "name": "record_param_comms", "ts": 1, "dur": 1, "pid": 1, "tid": 1, "args": {' + args + b"}}"
+    try:
+        events = kineto.read(b'{"traceEvents": [' + event + b"]}")
+    except kineto.TraceError:
+        return
+    analyse(events, device="cpu", blocks=[""])
+
+
+@settings(max_examples=60, deadline=None)
 @given(st.integers(0, len(SMALL) - 1), st.binary(min_size=1, max_size=4))
+@example(at=13814, noise=b"\x80")
 def test_overwritten_bytes_never_crash(at: int, noise: bytes) -> None:
     try:
         events = kineto.read(SMALL[:at] + noise + SMALL[at + len(noise) :])
