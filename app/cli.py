@@ -83,6 +83,7 @@ def run_command(
     dynamic: Annotated[str, typer.Option(help="Symbolic shapes in torch.compile: auto, off or on")] = "auto",
     cudagraphs: Annotated[bool, typer.Option("--cudagraphs", help="Capture compiled regions in CUDA graphs")] = False,
     dtype: Annotated[str, typer.Option(help="fp32 or bf16 (parameters stay fp32)")] = "bf16",
+    autocast: Annotated[bool, typer.Option("--autocast", help="torch.autocast around the step in FSDP2 too")] = False,
     batch: Annotated[int, typer.Option("--batch", "-b", help="Samples per rank; 0: the size's default")] = 0,
     seq: Annotated[int, typer.Option(help="Tokens per sample; 0: the size's default")] = 0,
     recompute: Annotated[str, typer.Option(help="Recomputation: none, block, operator or budget:SHARE")] = "none",

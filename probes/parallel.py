@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -36,7 +36,7 @@ class Wrapped:
     base: nn.Module  # the model without wrapper classes, for FQNs
     blocks: list[str]
     compiled: list[str] = field(default_factory=list)  # FQNs whose call is compiled; "" is the whole model
-    autocast: torch.dtype | None = None
+    autocast: torch.dtype | None = None  # of the forward pass and the loss
     expected_bytes: int | None = None
     formula: str = ""
     notes: list[str] = field(default_factory=list)  # what was decided while wrapping, for the log
@@ -45,7 +45,7 @@ class Wrapped:
     schedules: list[ScheduleChoice] = field(default_factory=list)  # grows as the steps meet new sizes of messages
 
     def forward_context(self) -> AbstractContextManager[Any]:
-        """Autocast where the wrapper itself does not cast (DDP in bf16)."""
+        """Autocast where the wrapper itself does not cast (DDP in bf16), or where it is asked for."""
         if self.autocast is None:
             return nullcontext()
         device = next(self.base.parameters()).device.type
@@ -202,6 +202,7 @@ def _shard(wrapped: Wrapped, spec: RunSpec, dtype: torch.dtype, device: torch.de
 
     world = dist.get_world_size()
     kwargs: dict[str, Any] = {}
+    output: dict[str, Any] = {}
     shard = world
     if spec.parallel == "hsdp":
         shard = spec.shard_size or max(1, world // 2)
@@ -211,6 +212,9 @@ def _shard(wrapped: Wrapped, spec: RunSpec, dtype: torch.dtype, device: torch.de
         kwargs["mesh"] = mesh
     if spec.dtype == "bf16":
         kwargs["mp_policy"] = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+        wrapped.autocast = dtype if spec.autocast else None
+        if ":" in spec.workload:  # a user's loss meets targets in fp32, and its backward pass takes one type only
+            output = {"mp_policy": replace(kwargs["mp_policy"], output_dtype=torch.float32)}
     size = 2 if spec.dtype == "bf16" else 4
     wrapped.expected_bytes, wrapped.formula = _sharded_bytes(wrapped, shard, world, size, spec.accumulation)
     planned = spec.schedule != "stock" and world > shard
@@ -221,7 +225,7 @@ def _shard(wrapped: Wrapped, spec: RunSpec, dtype: torch.dtype, device: torch.de
         kwargs["mesh"] = mesh["shard"]
     for name in wrapped.blocks:
         fully_shard(wrapped.base.get_submodule(name), **kwargs)
-    fully_shard(wrapped.base, **kwargs)
+    fully_shard(wrapped.base, **(kwargs | output))
     if planned:
         wrapped.notes += planned_hsdp(wrapped.base, mesh, spec, device, wrapped.schedules)
 

@@ -132,8 +132,9 @@ def own_line(error: BaseException) -> str:
     """`file.py:line` of the innermost frame of the user's own code under an error, "" if it passed none."""
     frames = [(f.filename, f.lineno or 0) for f in traceback.extract_tb(error.__traceback__)]
     root = Path(__file__).resolve().parents[1]
-    others = ("<", *(f"{root / part}{os.sep}" for part in ("app", "kernels", "probes")))
-    own = [f for f in frames if not (installed(f[0]) or f[0].startswith(others))]
+    ours = tuple(f"{root / part}{os.sep}" for part in ("app", "kernels", "probes"))
+    files = [f for f in frames if not f[0].startswith("<")]
+    own = [f for f in files if not (installed(f[0]) or os.path.realpath(f[0]).startswith(ours))]
     return position(*own[-1]) if own else ""
 
 

@@ -42,6 +42,8 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=F
     `checkpoint_codec` is how the training would save: "dcp" is a plain `dcp.save`, the others are presets of costlab's
     engine; it decides which stall is spread over the steps, all ways are measured as far as the budget goes, with
     `chosen_save_only` none but this one.
+    `autocast` puts torch.autocast around model and loss under FSDP2 too, which by itself casts what goes into its
+    modules and nothing in between; DDP in bf16 always has it.
     `gc` "freeze" leaves what there is before the timed steps out of Python's later garbage collections.
     `plan` is the path of a fusion plan, whose rewrites are put in. `lean` leaves out what a repetition need not measure
     again: the machine's ceilings, the FLOP count, gradient norms, and the cold compile with its fusion trace; it finds
@@ -61,6 +63,7 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=F
     dynamic: Dynamic = "auto"
     cudagraphs: bool = False
     dtype: DType = "bf16"
+    autocast: bool = False
     batch: int = 0
     seq: int = 0
     recompute: Recompute = "none"
@@ -151,6 +154,8 @@ def validate(spec: RunSpec) -> None:
         raise SpecError("--recompute budget works in the partitioner of torch.compile: add --compile block or model")
     if spec.cudagraphs and spec.compile == "none":
         raise SpecError("--cudagraphs needs a compiled model: add --compile block or --compile model")
+    if spec.autocast and spec.dtype != "bf16":
+        raise SpecError(f"--autocast casts to bf16: leave it or --dtype {spec.dtype} out")
     if spec.grad_compression != "none" and spec.parallel != "ddp":
         raise SpecError("--grad-compression is a communication hook of DDP: add --parallel ddp")
     if spec.schedule != "stock" and spec.parallel == "fsdp":

@@ -120,7 +120,8 @@ def casting(workload: Workload, spec: RunSpec) -> Iterator[None]:
     import torch
 
     device = next(workload.model.parameters()).device.type
-    with torch.autocast(device, torch.bfloat16, enabled=spec.dtype == "bf16" and spec.parallel == "ddp"):
+    enabled = spec.dtype == "bf16" and (spec.parallel == "ddp" or spec.autocast)
+    with torch.autocast(device, torch.bfloat16, enabled=enabled):
         yield
 
 

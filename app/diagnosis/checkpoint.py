@@ -29,7 +29,8 @@ def stall(context: Context) -> list[Finding]:
     return [
         context.finding(
             "checkpoint-stall",
-            f"A synchronous save stops training for {seconds(before / 1e3)}; {_words(best)} for {seconds(after / 1e3)}",
+            f"A synchronous save stops training for {seconds(before / 1e3)}; {_words(best)} for "
+            + (seconds(after / 1e3) if after else "less than could be told from the steps around it"),
             [
                 f"synchronous save: {_measured(plain)}; one in {view.every_steps:,} steps makes that "
                 f"{ms(before / view.every_steps)} a step",
@@ -41,7 +42,7 @@ def stall(context: Context) -> list[Finding]:
             saves_ms=saved,
             source="measured",
             how=f"difference of the two measured stalls / {view.every_steps:,} steps; not part of a plain step",
-            proves="--checkpoint-codec fp8" if context.option("checkpoint_codec", "dcp") == "dcp" else "",
+            proves=_option(best) if context.option("checkpoint_codec", "dcp") == "dcp" else "",
         )
     ]
 
@@ -69,6 +70,12 @@ def _nothing_better(context: Context, view: CheckpointView, plain: CheckpointLin
             how="not modelled: no better way of saving was measured in this run",
         )
     ]
+
+
+def _option(best: CheckpointLine) -> str:
+    """The run's option that saves this way; none does for the ways of `dcp.async_save`."""
+    preset = best.mode.removeprefix(_ENGINE).partition("+")[0] if best.mode.startswith(_ENGINE) else ""
+    return f"--checkpoint-codec {preset}" if preset in ("exact", "fp8") else ""
 
 
 def _call(configuration: str) -> str:

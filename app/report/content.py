@@ -189,7 +189,7 @@ def _write_run(doc: Document, report: RunReport) -> None:
         ("precision", run.dtype or MISSING),
         (f"{run.unit} a step, all ranks", count(run.units_per_step) if run.units_per_step else MISSING),
     ]
-    for key in ("batch", "seq", "optimizer", "recompute", "compile_mode", "cudagraphs", "steps", "seed"):
+    for key in ("batch", "seq", "optimizer", "recompute", "compile_mode", "cudagraphs", "autocast", "steps", "seed"):
         if key in run.spec:
             rows.append((key.replace("_", " "), str(run.spec[key])))
     doc.table(["option", "value"], [[k, Code(v)] for k, v in rows], wide=1)

@@ -94,7 +94,7 @@ TOGGLES: dict[str, Toggle] = {
         Toggle("hsdp", "HSDP", {"parallel": "hsdp"}, _needs_peers(2)),
         Toggle("hybrid", "the planner's all-reduce schedule", {"schedule": "auto"}, _all_reduce),
         Toggle("bf16", "bf16", {"dtype": "bf16"}),
-        Toggle("fp32", "fp32", {"dtype": "fp32"}),
+        Toggle("fp32", "fp32", {"dtype": "fp32", "autocast": False}),
         Toggle("recompute", "recompute each block's activations", {"recompute": "block"}),
         Toggle("numa-bind", "bind ranks to their GPU's NUMA node", {"check_in": "bind"}, _needs_gpu),
         Toggle("gc-freeze", "objects from before the steps left out of garbage collections", {"gc": "freeze"}),

@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
+from costlab.kernels.fused.held import Held, read_after_stored
 from costlab.kernels.fused.launch import MAX_COLUMNS
 from costlab.kernels.fused.rms_norm import rms_norm_reference
 
@@ -133,7 +134,7 @@ def trace(module: nn.Module) -> fx.GraphModule:
 
 
 def _traced(module: nn.Module) -> fx.GraphModule:
-    codes, kept, kind = [], module.training, type(module)
+    codes, kept, kind, held = [], module.training, type(module), Held(module)
     try:
         module.__class__ = getattr(kind, MARK, kind)
         for mode in (False, True):
@@ -144,6 +145,11 @@ def _traced(module: nn.Module) -> fx.GraphModule:
         raise NotTraceable(f"its forward cannot be traced: {type(error).__name__}") from error
     finally:
         module.training, module.__class__ = kept, kind
+        stored = held.restore()
+    if stored:
+        raise NotTraceable(f"its forward stores {stored}")
+    if name := read_after_stored(module):
+        raise NotTraceable(f"its forward reads {name}, which a module inside stores")
     if codes[0] != codes[1]:
         raise NotTraceable("its forward differs between training and evaluation")
     if any(n.op == "get_attr" and str(n.target).startswith("_tensor_constant") for n in graph.nodes):

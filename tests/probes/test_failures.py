@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from pathlib import Path
 
@@ -60,6 +61,22 @@ def test_the_users_own_line_is_named_where_one_is_in_the_traceback(tmp_path: Pat
     of_ours.value.__traceback__ = of_ours.tb.tb_next
     assert own_line(of_ours.value) == ""
     assert advice("error", "") == KINDS["error"]
+
+
+def test_a_line_of_costlab_reached_through_a_link_is_not_the_users_own(tmp_path: Path) -> None:
+    linked = tmp_path / "linked"
+    linked.symlink_to(Path(inspect.getfile(coerce)).parent)
+    scope: dict[str, Callable[..., object]] = {}
+    source = Path(inspect.getfile(coerce)).read_text()
+    exec(compile(source, str(linked / "base.py"), "exec"), scope)
+    with pytest.raises(Exception, match="here") as caught:
+        scope["coerce"](1, "here")
+    assert any(str(linked) in str(entry.path) for entry in caught.traceback)
+    caught.value.__traceback__ = caught.tb.tb_next
+    assert own_line(caught.value) == ""
+
+
+def test_other_advice_has_no_line() -> None:
     assert advice("disk", "my_model.py:5") == KINDS["disk"]
 
 

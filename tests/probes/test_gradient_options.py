@@ -103,8 +103,35 @@ def test_frozen_weights_and_repeated_calls_are_in_the_expected_traffic(
     assert manifest.workload.expected_comm_bytes == moved
 
 
+def test_mixed_element_types_run_under_autocast_as_the_failure_says(template: Template, tmp_path: Path) -> None:
+    file = Path(__file__).parent / "workload_files" / "regression.py"
+    options = {"workload": f"{file}:make", "size": "", "dtype": "bf16", "compile": "block"}
+    spec = RunSpec(ranks=1, device="cpu", steps=2, warmup=1, profile_steps=0, checkpoint=False, **options)  # type: ignore[arg-type]
+    failed = WarmLauncher(template, spec, tmp_path / "failed").run(lambda _: None)
+    assert failed.failure is not None
+    assert (failed.failure.kind, "--autocast" in failed.failure.advice) == ("dtype", True)
+    losses = [
+        measured(template, tmp_path / name, **options, **more)[2]
+        for name, more in {"fsdp": {"parallel": "fsdp", "autocast": True}, "ddp": {"parallel": "ddp"}}.items()
+    ]
+    assert losses[0] == pytest.approx(losses[1], rel=0.02)
+
+
+@pytest.mark.parametrize("way", [{"parallel": "fsdp"}, {"parallel": "hsdp", "shard_size": 1}])
+def test_the_loss_of_a_users_file_gets_fp32_while_weights_are_gathered_in_bf16(
+    template: Template, tmp_path: Path, way: dict[str, object]
+) -> None:
+    file = Path(__file__).parent / "workload_files" / "regression.py"
+    wide = {"workload": f"{file}:wide", "size": "", "dtype": "bf16", "lean": False}
+    manifest, moved, _ = measured(template, tmp_path / "run", **wide, **way)
+    assert manifest.workload is not None
+    assert manifest.workload.expected_comm_bytes == moved
+
+
 def test_wrong_combinations_are_refused() -> None:
     with pytest.raises(SpecError, match="--parallel ddp"):
         validate(RunSpec(grad_compression="bf16"))
     with pytest.raises(SpecError, match="--accumulation must be above zero"):
         validate(RunSpec(accumulation=0))
+    with pytest.raises(SpecError, match="--autocast casts to bf16"):
+        validate(RunSpec(autocast=True, dtype="fp32"))

@@ -425,7 +425,15 @@ def test_the_checkpoint_saving_is_the_difference_of_the_stalls() -> None:
     assert finding.saves_ms == pytest.approx((3000 - 10) / 500)
     assert finding.source == "measured"
     assert "BlockingAsyncStager" in finding.action
-    assert finding.proves == "--checkpoint-codec fp8"
+    assert finding.proves == ""
+
+
+@pytest.mark.parametrize(("mode", "proves"), [("costlab:exact", "--checkpoint-codec exact"), ("async:process", "")])
+@pytest.mark.parametrize(("stall", "words"), [(10.0, "10.0 ms"), (-2.0, "less than could be told")])
+def test_a_way_of_saving_is_proved_by_itself(mode: str, proves: str, stall: float, words: str) -> None:
+    (finding,) = found("checkpoint-stall", healthy(checkpoint=checkpoint(SYNC, line(mode, stall))))
+    assert finding.proves == proves
+    assert words in finding.title
 
 
 def test_a_stall_without_a_measured_alternative_is_a_finding_without_a_saving() -> None:
