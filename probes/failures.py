@@ -17,8 +17,8 @@ KINDS = {
     "spec": "change the option that is named",
     "compile": "run again with --compile none to see whether the eager model works, or with --dynamic off if it is"
     " symbolic shapes that the compiler stumbles over",
-    "dtype": "under FSDP2 run again with --autocast, as many scripts train, elsewhere with --dtype fp32, or convert"
-    " what meets in the operator at the end of the traceback: it takes one element type only, on a CPU more often than"
+    "dtype": "under FSDP2 run again with --autocast if it was not on, elsewhere with --dtype fp32, or convert what"
+    " meets in the operator at the end of the traceback: it takes one element type only, on a CPU more often than"
     " on a GPU",
     "mixed-parameters": "FSDP2 shards what is gathered together as one tensor: give the parameters one element type or"
     " run with --parallel ddp",

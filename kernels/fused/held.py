@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import dis
 import functools
-import itertools
 from collections import deque
 from types import CodeType, ModuleType
 from typing import Any
@@ -55,7 +54,7 @@ def _container(value: Any) -> _Container | None:
 
 def _same(a: _Container, b: _Container) -> bool:
     both = [[*c.keys(), *c.values()] if isinstance(c, dict) else list(c) for c in (a, b)]
-    return len(both[0]) == len(both[1]) and all(itertools.starmap(lambda x, y: x is y, zip(*both, strict=True)))
+    return len(both[0]) == len(both[1]) and all(x is y for x, y in zip(*both, strict=True))
 
 
 def _named(name: str, now: _Container, was: _Container) -> str:

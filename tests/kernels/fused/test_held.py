@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import deque
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -137,7 +137,10 @@ def test_what_an_inner_forward_stores_is_no_constant(device: torch.device, kind:
 
 
 def test_a_python_module_held_is_no_container() -> None:
-    module = nn.Linear(2, 2)
-    module.functions = nn.functional
+    """What is imported while a forward is traced stays imported."""
+    module, functions = nn.Linear(2, 2), ModuleType("functions")
+    module.functions = functions
     held = Held(module)
-    assert held.restore() is None and nn.functional.silu is module.functions.silu
+    functions.late = 1  # type: ignore[attr-defined]
+    assert held.restore() is None
+    assert functions.late == 1  # type: ignore[attr-defined]
